@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A record -> a sample: decode the image and augment it, with boxes in pixels.
 
-On the road of one image: after ``data/coco.py``, before ``structures.PaddedBatch``.
+Place in the pipeline: after ``data/coco.py``, before ``structures.PaddedBatch``.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Samples -> predictions -> detections in pixels of the original images.
 
-On the road of one image: after ``models/`` in evaluation, before ``evaluation/``.
+Place in the pipeline: after ``models/`` in evaluation, before ``evaluation/``.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Average precision as COCO defines it: the detections of many images against their ground truth.
 
-On the road of one image: after ``answers.py``, the last step.
+Place in the pipeline: after ``answers.py``, the last step.
 
 A backend matches detections and objects at ten IoUs; the metrics are computed from its arrays here, in one function for all
 backends, because ``summarize`` of pycocotools returns -1 for AP with any limit other than 100 detections.

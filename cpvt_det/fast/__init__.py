@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faster classes for a finished model's plain ones: the same parameters, names and results, up to rounding.
 
-Models are plain torch. :func:`accelerate` puts the classes of this room into one, as the builders do. Which of them gain on a
-processor is decided at each call (``ops/routes.py``); elsewhere they compute what the plain ones do. ``CPVT_DET_WITHOUT=all`` in
-the environment leaves a model as it is.
+Models are plain torch. :func:`accelerate` replaces a model's classes by those of this package; the builders call it. At each call,
+``ops/routes.py`` decides whether a faster class gains on this processor; if not, it computes as the plain class does. With
+``CPVT_DET_WITHOUT=all`` in the environment, models stay plain.
 """
 
 from torch import nn
@@ -58,14 +58,14 @@ FASTER: dict[type[nn.Module], type[nn.Module]] = {
     ProjectionNeck: FastProjectionNeck,
     ResNetBackbone: FastResNetBackbone,
 }
-"""Plain class -> the faster one, which has its parameters."""
+"""Plain class -> the faster class, which has the same parameters."""
 
 
 def accelerate(model: nn.Module) -> nn.Module:
     """Give the parts of a model their faster classes, in place.
 
     Args:
-        model: a model of ours. Parts that others wrote, such as timm's or yours, are left alone, with all that is in them.
+        model: one of our models. Third-party or user-defined parts, such as timm's, are left alone with everything inside them.
 
     Returns:
         The model.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convolutions that take the fastest of a CPU's ways, with a frozen norm folded into their weight.
+"""Convolutions by the fastest method for a CPU, with a frozen norm folded into their weight.
 
-On one thread torch gives 1x1 convolutions to MKL, unless they are strided or dilated. oneDNN is faster, most of all on AMD's
-processors with AVX-512: so they are dilated here, which on a kernel of one cell means nothing.
+On one thread, torch gives 1x1 convolutions to MKL, unless they are strided or dilated. oneDNN is faster, most of all on AMD
+processors with AVX-512. So 1x1 convolutions are dilated here, which has no effect on a kernel of one cell.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ from cpvt_det.fast import winograd
 from cpvt_det.ops import routes
 from cpvt_det.ops.strided_1x1 import needs_guard, skip_cells
 
-SMALL_PRODUCT = 1 << 25  # multiplications, below which torch's own way is the quicker one
-FEW_CELLS = 6400  # of a batch's output, below which oneDNN makes the gradient of a 1x1 weight slower than MKL does
+SMALL_PRODUCT = 1 << 25  # number of multiplications below which torch's own method is faster
+FEW_CELLS = 6400  # cells of a batch's output below which oneDNN computes the gradient of a 1x1 weight more slowly than MKL
 
 
 class FastConv2d(nn.Conv2d):
@@ -30,13 +30,13 @@ class FastConv2d(nn.Conv2d):
 
 
 def can_fold(convolution: nn.Conv2d) -> bool:
-    """Whether a convolution does what torch's does and nothing else, so that a norm may become part of its weight."""
+    """Whether a convolution computes exactly what torch's does, so that a norm may become part of its weight."""
     is_torch_s = type(convolution) in (nn.Conv2d, FastConv2d) and convolution.padding_mode == "zeros"
     return is_torch_s and not routes.is_watched(convolution)
 
 
 def convolve(convolution: nn.Conv2d, x: Tensor, norm: FrozenBatchNorm2d | None = None) -> Tensor:
-    """``convolution(x)``, with the frozen norm after it, if any, as part of its weight; gradients reach that all the same.
+    """``convolution(x)``, with the frozen norm after it, if any, folded into its weight; the weight still gets its gradient.
 
     Args:
         convolution: convolution that pads with zeros.
@@ -61,7 +61,7 @@ def convolve(convolution: nn.Conv2d, x: Tensor, norm: FrozenBatchNorm2d | None =
 
 
 def _folded(convolution: nn.Conv2d, norm: FrozenBatchNorm2d) -> tuple[Tensor, Tensor]:
-    """Weight and bias of the convolution with the norm after it."""
+    """Weight and bias of the convolution with the norm after it folded in."""
     weight, bias = convolution.weight, convolution.bias
     scale = norm.weight * torch.rsqrt(norm.running_var + norm.eps)
     shift = norm.bias - norm.running_mean * scale
@@ -81,12 +81,12 @@ def _convolve_1x1(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequen
 
 
 def _learns(x: Tensor, weight: Tensor) -> bool:
-    """Whether the gradient of a weight will be made, and made of rows."""
+    """Whether a gradient of the weight is needed and should be computed as products of rows."""
     return torch.is_grad_enabled() and weight.requires_grad and routes.takes("rows", x)
 
 
 class _ByRows(torch.autograd.Function):
-    """``F.conv2d`` whose weight's gradient is a product of matrices for each row of the kernel, which MKL makes."""
+    """``F.conv2d`` that computes the weight's gradient as one matrix product in MKL per row of the kernel."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, stride, padding, dilation):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dropout that costs a CPU less than half of torch's: drawn by a kernel of its own, from a seed that torch's generator gives.
+"""Dropout in less than half of torch's time on a CPU: its own kernel draws the numbers, from a seed of torch's generator.
 
-Everywhere else, in compiled and exported programs, and without numba, it is torch's.
+On other devices, in compiled and exported programs, and without numba, torch's dropout runs.
 """
 
 import functools
@@ -16,7 +16,7 @@ from cpvt_det.ops import routes
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 MOST = 1 - 2**-17
-"""The probability from which on the kernel's 16 bits round to dropping everything."""
+"""The probability from which the kernel's 16 bits round to dropping everything."""
 
 
 def dropout(x: Tensor, probability: float, training: bool = True, rectify: bool = False) -> Tensor:
@@ -25,8 +25,8 @@ def dropout(x: Tensor, probability: float, training: bool = True, rectify: bool 
     Args:
         x: float, of any shape.
         probability: probability that an element becomes 0.
-        training: whether any does.
-        rectify: whether the ReLU is taken first; the output is then all that is kept for the backward pass.
+        training: whether elements are dropped at all.
+        rectify: whether to apply the ReLU first; the backward pass then stores only the output.
     """
     if training and _is_own(x, probability):
         return _KernelDropout.apply(x, probability, int(torch.randint(1 << 62, ())), rectify)
@@ -48,7 +48,7 @@ class FastDropout(nn.Dropout):
 
 
 class _KernelDropout(torch.autograd.Function):
-    """:func:`dropout` by the kernel. The backward pass draws the same once more; after a ReLU the output says what was kept."""
+    """:func:`dropout` by the kernel. The backward pass draws the same bits again, or after a ReLU uses the output as the mask."""
 
     @staticmethod
     def forward(ctx, x, probability, seed, rectify):
@@ -71,5 +71,5 @@ def _kernel() -> ModuleType | None:
     """The module of the kernel; ``None`` without numba."""
     try:
         return importlib.import_module("cpvt_det.fast.dropout_numba")
-    except (ImportError, OSError):  # deformable attention, which loses more by it, warns of it
+    except (ImportError, OSError):  # deformable attention, which loses more without numba, warns of it
         return None

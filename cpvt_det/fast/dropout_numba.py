@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dropout's CPU kernel: random bits from a seed and an element's place, so that no mask is kept for the backward pass.
+"""Dropout's CPU kernel: random bits from a seed and an element's position, so that no mask is stored for the backward pass.
 
-The bits are Philox-4x32's, with seven rounds, which pass every test of BigCrush (Salmon et al., Parallel random numbers: as easy
-as 1, 2, 3, 2011). Sixteen of them decide on an element, so a probability is rounded to a multiple of 2^-16.
+The bits come from Philox-4x32 with seven rounds, which passes every test of BigCrush (Salmon et al., Parallel random numbers: as
+easy as 1, 2, 3, 2011). Sixteen bits decide on each element, so probabilities are rounded to multiples of 2^-16.
 """
 
 import numpy as np
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from cpvt_det.ops.numba_threads import Kernel, cut, run
 
-LANES = 256  # counters that are worked through at once, in the processor's vectors
-PER_BLOCK = 8 * LANES  # each gives 128 bits
+LANES = 256  # counters processed together, in the processor's vectors
+PER_BLOCK = 8 * LANES  # each counter gives 128 bits
 STEPS = 1 << 16
 ROUNDS = 7
 M0, M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
@@ -23,7 +23,7 @@ LOW, HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 @Kernel
 def _drop(x, out, threshold, scale, floor, key, start, stop):
     """Blocks ``start`` to ``stop``: out = scale * x, or 0 where the element's bits are below the threshold or x is not above the
-    floor; a floor of NaN is none. NaN is kept."""
+    floor. A floor of NaN means no floor. NaN in x that is not dropped stays NaN."""
     zero = scale - scale
     words = np.empty((4, LANES), np.uint32)
     bits = words.reshape(-1).view(np.uint16)
@@ -46,7 +46,7 @@ def _drop(x, out, threshold, scale, floor, key, start, stop):
 
 
 def keep_scale(probability: float) -> float:
-    """What kept elements are multiplied by: one over the share of them, as rounded."""
+    """The factor for elements that are not dropped: one over their share, after rounding."""
     return STEPS / (STEPS - round(probability * STEPS))
 
 
@@ -56,8 +56,8 @@ def drop(x: Tensor, probability: float, seed: int, rectify: bool) -> Tensor:
     Args:
         x: floating-point tensor on the CPU.
         probability: probability that an element becomes 0.
-        seed: 64 bits; with an element's place it decides.
-        rectify: take the ReLU first.
+        seed: 64 bits that decide, together with an element's position, whether it is dropped.
+        rectify: whether to apply the ReLU first.
 
     Returns:
         A new tensor like ``x``, contiguous.
@@ -65,7 +65,7 @@ def drop(x: Tensor, probability: float, seed: int, rectify: bool) -> Tensor:
     if x.numel() == 0:
         return torch.empty_like(x)
     x, scale, threshold = x.contiguous(), keep_scale(probability), np.uint16(round(probability * STEPS))
-    if x.dtype in (torch.float16, torch.bfloat16):  # numba has none: the kernel moves or clears 16 bits, torch multiplies
+    if x.dtype in (torch.float16, torch.bfloat16):  # numba lacks them: the kernel copies or clears 16 bits, and torch multiplies
         out = x.relu() if rectify else x * 1
         source = target = out.view(torch.int16).view(-1).numpy()
         factor, floor = np.int16(1), np.int16(-(1 << 15))

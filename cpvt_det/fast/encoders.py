@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encoders that leave padded tokens out (``fast/packing.py``), and how position encodings act on tokens all the same."""
+"""Encoders that leave padded tokens out (``fast/packing.py``), and position encodings for the remaining tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from cpvt_det.position.encoding import PositionEncoding
 from cpvt_det.structures import Levels, Size
 
 LEAST_SAVING = 0.1
-"""Share of padded tokens below which packing is not worth a loop over images."""
+"""Share of padded tokens below which packing, with its loop over images, does not pay."""
 
 
 def packing_for(
@@ -32,16 +32,16 @@ def packing_for(
     padding_mask: Tensor | None,
     position: PositionEncoding,
 ) -> Packing | None:
-    """How an encoder packs the tokens of a batch; ``None``: it computes all.
+    """The packing of a batch's tokens for an encoder; ``None``: it computes all tokens.
 
-    It computes all where little is padded, where the encoding looks at padded tokens or acts inside layers, where an image may
-    skip a part of a layer, and where a layer is another one than ours, or is watched by a hook, which expects the batch.
+    It computes all tokens if little is padded, if the encoding looks at padded tokens or acts inside layers, if an image may skip a
+    part of a layer, or if a layer is not ours or has a hook, which expects the whole batch.
 
     Args:
         encoder: the encoder.
-        own: types of a layer and of its attention that take a packing.
+        own: types of a layer and of its attention that accept a packing.
         tokens: (B, N, C) float.
-        padding_mask: (B, N) bool, True = padded; ``None``: nothing is.
+        padding_mask: (B, N) bool, True = padded; ``None``: nothing is padded.
         position: the encoding that acts on the tokens.
     """
     if padding_mask is None or not routes.is_plain(tokens) or not routes.is_on("packing"):
@@ -55,7 +55,7 @@ def packing_for(
 
 
 def _needs_batch(part: nn.Module) -> bool:
-    """Whether a part is watched, skips images, or is another's, which may look across tokens."""
+    """Whether a part has hooks, may skip images, or is not ours and so may look across tokens."""
     return not routes.is_known(part) or routes.is_watched(part) or (isinstance(part, DropPath) and part.training)
 
 
@@ -64,8 +64,8 @@ class PackedEncoding:
     """A position encoding for packed tokens, with the calls that an encoder makes.
 
     Attributes:
-        position: the encoding, which sees the batch.
-        packing: where the tokens stand.
+        position: the encoding, which sees the whole batch.
+        packing: positions of the valid tokens in the batch.
         padding_mask: (B, N) bool, True = padded.
     """
 
@@ -92,7 +92,7 @@ class FastEncoder(Encoder):
         level_shapes: Sequence[Size],
         position: PositionEncoding,
     ) -> Tensor:
-        """(B, N, C), zero at padded tokens if these were left out."""
+        """The memory (B, N, C), zero at padded tokens if these were left out."""
         packing = packing_for(self, (FastEncoderLayer, FastAttention), tokens, padding_mask, position)
         if packing is None:
             return super().forward(tokens, positions, padding_mask, level_shapes, position)
@@ -105,7 +105,7 @@ class FastDeformableEncoder(DeformableEncoder):
     """Faster :class:`DeformableEncoder`."""
 
     def forward(self, tokens: Tensor, positions: Tensor, levels: Levels, position: PositionEncoding) -> Tensor:
-        """(B, N, C), zero at padded tokens if these were left out."""
+        """The memory (B, N, C), zero at padded tokens if these were left out."""
         own = (FastDeformableEncoderLayer, FastDeformableAttention)
         packing = packing_for(self, own, tokens, levels.padding_mask, position)
         if packing is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention and the layers of transformers on the kernels of this room; of a packed batch, on its valid tokens alone."""
+"""Attention and transformer layers with the kernels of this package; for a packed batch, on its valid tokens alone."""
 
 import math
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from cpvt_det.structures import Levels, has_padding
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0) -> Tensor:
-    """``F.scaled_dot_product_attention``; with dropout on a CPU step by step, as torch's is there too, with a slower dropout."""
+    """``F.scaled_dot_product_attention``. Dropout on a CPU makes it run step by step, as in torch, but with a faster dropout."""
     if not dropout_p or not routes.is_plain(q):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, dropout_p=dropout_p)
     scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
@@ -34,7 +34,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dro
 
 
 class FastAttention(Attention):
-    """Instead of a padding mask it also takes a :class:`Packing`: inputs are then packed, and images see themselves alone."""
+    """Attention that also accepts a :class:`Packing` instead of a padding mask; packed images attend only to themselves."""
 
     _linear = staticmethod(linear)
     _attend = staticmethod(attend)
@@ -61,10 +61,10 @@ class FastAttention(Attention):
 
 @dataclass
 class PackedLevels(Levels):
-    """The layout of tokens that are packed.
+    """The layout of packed tokens.
 
     Attributes:
-        packing: where they stand.
+        packing: positions of the tokens in the batch.
     """
 
     packing: Packing
@@ -75,7 +75,7 @@ class PackedLevels(Levels):
 
 
 class FastDeformableAttention(DeformableAttention):
-    """Instead of :class:`Levels` it also takes :class:`PackedLevels`: queries, their points and tokens are then packed."""
+    """Deformable attention that also accepts :class:`PackedLevels` for :class:`Levels`, with packed queries, points and tokens."""
 
     def forward(self, queries: Tensor, reference_points: Tensor, tokens: Tensor, levels: Levels) -> Tensor:
         """(B, Q, C), or packed like the queries, (1, T, C)."""
@@ -90,10 +90,10 @@ class FastDeformableAttention(DeformableAttention):
 
 
 class FastFeedForward(FeedForward):
-    """Of ReLU and dropout together nothing but their output is kept for the backward pass."""
+    """A feed-forward network whose ReLU and dropout together store only their output for the backward pass."""
 
     def feed_forward(self, first: nn.Linear, second: nn.Linear, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """The network of two layers, (..., C) -> (..., C)."""
+        """The two-layer network, (..., C) -> (..., C)."""
         if self.activation is not F.relu or type(self.dropout) is not FastDropout or routes.is_watched(self.dropout):
             return super().feed_forward(first, second, x)
         return second(dropout(first(x), self.dropout.p, self.dropout.training, rectify=True))

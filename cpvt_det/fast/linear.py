@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers that take the faster of a CPU's two ways to multiply matrices.
+"""Linear layers that use the faster of a CPU's two libraries for matrix products.
 
-torch gives float32 products to MKL and convolutions to oneDNN. On AMD's processors MKL keeps to AVX2; oneDNN does not, and where
-there is AVX-512 it is about twice as fast. So a product is written as a 1x1 convolution there.
+torch gives float32 products to MKL and convolutions to oneDNN. On AMD processors, MKL uses only AVX2. oneDNN also uses AVX-512, and
+is about twice as fast there. So on such processors a product is written as a 1x1 convolution.
 """
 
 import torch.nn.functional as F
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from cpvt_det.ops import routes
 
-SMALL = 1 << 15  # numbers; torch gives smaller inputs of convolutions to a slow kernel of its own
-SMALL_PRODUCT = 1 << 23  # multiplications, below which a convolution's overhead counts for more
+SMALL = 1 << 15  # numbers in the input; torch gives convolutions of smaller inputs to a slow kernel of its own
+SMALL_PRODUCT = 1 << 23  # number of multiplications below which a convolution's overhead outweighs the gain
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

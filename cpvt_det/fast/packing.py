@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokens of a padded batch without the padded ones, all images' in one row.
+"""The valid tokens of a padded batch, packed into one row for all images.
 
-But for attention, where nobody looks at padded tokens, an encoder's layers compute every token by itself. So what they make of
-the others does not depend on the padded ones, and these need not be computed.
+An encoder's layers process every token separately, except in attention, and attention ignores padded tokens. So the valid tokens do
+not depend on the padded ones, and these need not be computed.
 """
 
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the tokens of a batch that are not padded stand.
+    """The positions of a batch's valid tokens.
 
     Attributes:
-        places: (T,) int64, ascending, among the B * N tokens of the batch.
-        counts: how many are of each of the B images; they sum to T.
+        places: (T,) int64, ascending indices of the valid tokens among the B * N tokens of the batch.
+        counts: number of valid tokens of each of the B images; they sum to T.
         shape: (B, N).
     """
 
@@ -42,12 +42,12 @@ class Packing:
         return _Unpack.apply(packed[0], self.places, self.shape[0] * self.shape[1]).unflatten(0, self.shape)
 
     def images(self, packed: Tensor, dim: int = 1) -> Sequence[Tensor]:
-        """A tensor with T tokens along ``dim`` -> one of each image's tokens."""
+        """Split a tensor with T tokens along ``dim`` into one tensor per image."""
         return packed.split(self.counts, dim)
 
 
 class _Pack(torch.autograd.Function):
-    """(R, ...) -> (T, ...), the rows at places."""
+    """(R, ...) -> (T, ...), the rows at the given places."""
 
     @staticmethod
     def forward(ctx, rows, places):
@@ -61,7 +61,7 @@ class _Pack(torch.autograd.Function):
 
 
 class _Unpack(torch.autograd.Function):
-    """(T, ...) -> (R, ...), the rows at places, and zeros between them."""
+    """(T, ...) -> (R, ...), with the rows at the given places and zeros elsewhere."""
 
     @staticmethod
     def forward(ctx, rows, places, count):

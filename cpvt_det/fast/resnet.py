@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A ResNet whose frozen norms are part of its convolutions, and that gives images of a padded batch canvases of their own.
+"""A ResNet with frozen norms folded into its convolutions, and with a separate canvas for each image of a padded batch.
 
-Where a backbone keeps the padding at zero, an image's features are those on a canvas of its own, up to rounding; so nothing has
-to be computed for the rest of the batch's canvas.
+If a backbone keeps the padding at zero, an image's features are the same, up to rounding, on a canvas of its own size. So nothing
+needs to be computed for the rest of the batch's canvas.
 """
 
 import functools
@@ -20,7 +20,7 @@ from cpvt_det.ops import routes
 from cpvt_det.structures import Size, has_padding, valid_sizes
 
 LEAST_SAVING = 0.1
-"""Share of a batch's cells below which it is not worth a loop."""
+"""Share of a batch's cells that must be saved for a loop over canvases to pay."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Part:
 
     Attributes:
         images: their indices in the batch.
-        canvas: (height, width) in pixels, of the batch's upper left corner.
+        canvas: (height, width) in pixels of their canvas, cut from the upper left corner of the batch.
     """
 
     images: tuple[int, ...]
@@ -37,12 +37,12 @@ class Part:
 
 
 def parts_of(canvas: Size, sizes: Sequence[Size], divisor: int) -> list[Part]:
-    """Cut a batch into parts: images of one canvas together, or all of them where that would save little.
+    """Cut a batch into parts: images with the same canvas together, or all images together if that would save little.
 
     Args:
         canvas: (height, width) of the batch.
         sizes: (height, width) of each image.
-        divisor: number that the sides of canvases are multiples of.
+        divisor: number that the height and width of every canvas must be multiples of.
     """
     own = [tuple(max(1, -(-side // divisor)) * divisor for side in size) for size in sizes]
     if sum(height * width for height, width in own) > (1 - LEAST_SAVING) * len(own) * canvas[0] * canvas[1]:
@@ -57,17 +57,18 @@ def in_parts(
     parts: Sequence[Part],
     strides: Sequence[int],
 ) -> list[Tensor]:
-    """The maps of a batch that is computed in parts.
+    """The maps of a batch, computed in parts.
 
     Args:
-        extract: (b, 3, h, w) images and their (b, h, w) padding mask -> maps (b, C_l, ceil(h / stride), ceil(w / stride)).
+        extract: function from (b, 3, h, w) images and their (b, h, w) padding mask to maps (b, C_l, ceil(h / stride),
+            ceil(w / stride)).
         images: (B, 3, H, W) float.
         padding_mask: (B, H, W) bool, True = padded.
         parts: parts that contain every image once.
         strides: stride of each map.
 
     Returns:
-        (B, C_l, ceil(H / stride), ceil(W / stride)) per stride, zero outside the parts' canvases.
+        A map (B, C_l, ceil(H / stride), ceil(W / stride)) per stride, zero outside the parts' canvases.
     """
     by_part = []
     for part in parts:
@@ -84,11 +85,11 @@ def in_parts(
 
 
 class FastMaskedOps(MaskedOps):
-    """Of images in the upper left corner only the padding is written, and frozen norms are folded into convolutions."""
+    """Masked operations that fold frozen norms into convolutions, and write zeros only to the padding if images are rectangles."""
 
     @functools.cached_property
     def sizes(self) -> list[Size] | None:
-        """(height, width) of each image in pixels; ``None`` for masks of another form, and where nothing is masked."""
+        """(height, width) of each image in pixels; ``None`` for masks of another form, and if nothing is masked."""
         return None if self.padding_mask is None else valid_sizes(self.padding_mask)
 
     def rectify(self, x: Tensor, stride: int) -> Tensor:
@@ -111,8 +112,8 @@ class FastResNetBackbone(ResNetBackbone):
     masked_ops = FastMaskedOps
 
     def forward(self, images: Tensor, padding_mask: Tensor) -> list[Tensor]:
-        """(B, C_l, ceil(H / stride), ceil(W / stride)) float for each stage."""
-        # Who counts operations counts those of the whole canvas.
+        """A map (B, C_l, ceil(H / stride), ceil(W / stride)) float for each stage."""
+        # A tool that counts operations must see those of the whole canvas.
         may_cut = self.mask_padding and routes.is_plain(images) and routes.is_on("canvases") and has_padding(padding_mask)
         may_cut = may_cut and not any(_needs_batch(part) for part in self.body.modules())
         sizes = valid_sizes(padding_mask) if may_cut else None
@@ -125,13 +126,13 @@ class FastResNetBackbone(ResNetBackbone):
 
 
 def _needs_batch(part: nn.Module) -> bool:
-    """Whether a norm counts the batch, or a hook expects it."""
+    """Whether the whole batch is needed, by a norm's statistics or by a hook."""
     return routes.is_watched(part) or (isinstance(part, nn.BatchNorm2d) and part.training)
 
 
 class _RectifyValid(torch.autograd.Function):
-    """The ReLU in place, then zeros outside (h, w) of each image: only the padding is written twice, and the gradient of a ReLU,
-    which is zero where its output is, needs no change."""
+    """The ReLU in place, then zeros outside (h, w) of each image. Only the padding is written twice. The gradient of the ReLU needs
+    no change, because it is zero where the output is zero."""
 
     @staticmethod
     def forward(ctx, x: Tensor, sizes: Sequence[Size]) -> Tensor:

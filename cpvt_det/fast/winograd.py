@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """3x3 convolutions on a CPU with 4 of 9 multiplications, by Winograd's minimal filtering.
 
-A tile of 2 x 2 outputs takes 16 products per pair of channels in place of 36: products of matrices, 16 for a block of tiles, with
-cheap sums around them. In float32 the error is between half and twice that of a direct convolution, depending on the kernel that it
-is compared with; larger tiles would save more and lose digits.
+A tile of 2 x 2 outputs takes 16 products per pair of channels instead of 36. A block of tiles takes 16 matrix products, with cheap
+sums before and after them. In float32 the error is between half and twice that of a direct convolution, depending on the kernel
+that it is compared with. Larger tiles would save more, but lose digits.
 
 Source: arXiv 1509.09308, section 4.1, F(2x2, 3x3).
 """
@@ -19,14 +19,14 @@ from torch.autograd.function import once_differentiable
 
 from cpvt_det.ops import routes
 
-NARROW = 32  # channels below which the sums around the products take longer than these save
+NARROW = 32  # channels below which the sums before and after the products cost more than the products save
 SMALL = 1 << 28
-"""Multiplications of the direct convolution, below which that is the quicker one where AVX-512 runs in halves: there it is less far
-from the products than with AVX2."""
+"""Multiplications of the direct convolution below which it is the faster one on processors that run AVX-512 in halves. There, its
+speed is closer to that of matrix products than with AVX2."""
 
 
 def is_for(x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int) -> bool:
-    """Whether a convolution of ``x`` has the form and the size for this way, which the caller knows to be taken."""
+    """Whether a convolution of ``x`` has the right form and size for this method; the caller checks that the method is on."""
     is_fit = weight.shape[2:] == (3, 3) and (stride, padding, dilation, groups) == ((1, 1), (1, 1), (1, 1), 1)
     is_whole = x.dim() == 4 and x.shape[1] == weight.shape[1] and x.dtype == weight.dtype  # otherwise torch says what is wrong
     if not (is_fit and is_whole):

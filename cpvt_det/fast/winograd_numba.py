@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU kernels around the products of ``fast/winograd.py``: maps, filters and their gradients into its domain and back.
+"""The CPU kernels around the products of ``fast/winograd.py``: transforms of maps, filters and gradients to its domain and back.
 
-A map is (B, H, W * C), channels last; a row of tiles covers two of its rows, a tile two by two of its cells. Of filters and tiles
-the 16 numbers of the domain come first: (16, tiles, C) and (16, C', C). Loops run along channels or whole rows, and write one array
-each, so that the compiler uses vectors.
+A map is (B, H, W * C), channels last. A row of tiles covers two rows of the map, and a tile covers two by two cells. Tiles and
+filters have the 16 numbers of the domain first: (16, tiles, C) and (16, C', C). Loops run along channels or whole rows, and each
+writes one array, so that the compiler uses vectors.
 """
 
 import functools
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from cpvt_det.ops.numba_threads import Kernel, cut, inlined, run
 
-MOST_SUMS = 1 << 26  # numbers that all threads together may hold as sums of gradients: each has its own
-BLOCK = 1 << 20  # numbers of a block's tiles, before and after the products, which stay in the cache in between
+MOST_SUMS = 1 << 26  # numbers that all threads together may hold as sums of gradients; each thread has its own
+BLOCK = 1 << 20  # numbers in a block's tiles, before and after the products; they stay in the cache in between
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -24,12 +24,12 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def convolve_back(grad: Tensor, weight: Tensor) -> Tensor:
-    """The gradient of the convolution's input from that of its output: the convolution by the turned kernels."""
+    """The gradient of the convolution's input from that of its output: the convolution with the rotated kernels."""
     return _convolve(grad, _filters(weight, turned=True), None)
 
 
 def weight_gradient(x: Tensor, grad: Tensor) -> Tensor:
-    """The gradient of the kernels (C', C, 3, 3) from input (B, C, H, W) and gradient (B, C', H, W), channels last."""
+    """The gradient of the kernels (C', C, 3, 3) from input (B, C, H, W) and output gradient (B, C', H, W), channels last."""
     channels, out_channels = x.shape[1], grad.shape[1]
     most = max(1, MOST_SUMS // (16 * channels * out_channels))
     sums = run(_correlate_rows, (_rows(x), _rows(grad), channels, out_channels), _pieces(x, out_channels, most))
@@ -40,7 +40,7 @@ def weight_gradient(x: Tensor, grad: Tensor) -> Tensor:
 
 
 def _filters(weight: Tensor, turned: bool) -> Tensor:
-    """(C', C, 3, 3) -> (16, C', C); turned: of the kernels by half a turn."""
+    """(C', C, 3, 3) -> (16, C', C); if ``turned``, the kernels are rotated by half a turn first."""
     weight = weight.detach().permute(0, 2, 3, 1).contiguous()
     tiles = weight.new_empty(16, weight.shape[0], weight.shape[3])
     run(_filters_to_tiles, (weight.numpy(), tiles.numpy(), turned), cut(len(weight), tiles.numel()))
@@ -73,7 +73,7 @@ def _convolve_rows(x: Tensor, filters: Tensor, bias, out: Tensor, start: int, st
 
 
 def _correlate_rows(x: Tensor, grad: Tensor, channels: int, out_channels: int, start: int, stop: int) -> Tensor:
-    """(16, C', C): over the tiles, gradients times inputs."""
+    """(16, C', C): the sum over tiles of gradients times inputs."""
     columns = -(-x.shape[2] // channels // 2)
     step, before, after = _buffers(columns, channels, out_channels, stop - start)
     total = x.new_zeros(16, out_channels, channels)
@@ -90,7 +90,7 @@ def _correlate_rows(x: Tensor, grad: Tensor, channels: int, out_channels: int, s
 
 
 def _buffers(columns: int, channels: int, out_channels: int, rows: int) -> tuple[int, Tensor, Tensor]:
-    """The rows of tiles of a block, and memory for its tiles before and after the products."""
+    """The number of tile rows in a block, and memory for its tiles before and after the products."""
     step = max(1, min(BLOCK // (16 * (channels + out_channels) * columns), rows))
     before, after = (
         torch.empty(16 * step * columns * count, dtype=torch.float32, device="cpu") for count in (channels, out_channels)
@@ -99,12 +99,12 @@ def _buffers(columns: int, channels: int, out_channels: int, rows: int) -> tuple
 
 
 def _rows(x: Tensor) -> Tensor:
-    """(B, C, H, W), channels last -> (B, H, W * C), the same memory."""
+    """(B, C, H, W), channels last -> (B, H, W * C), in the same memory."""
     return x.detach().permute(0, 2, 3, 1).flatten(2)
 
 
 def _pieces(x: Tensor, out_channels: int, most: int = 1 << 30) -> list[tuple[int, int]]:
-    """The rows of tiles, cut for threads into ``most`` pieces at most."""
+    """The rows of tiles, cut into at most ``most`` pieces for threads."""
     rows = x.shape[0] * -(-x.shape[2] // 2)
     pieces = cut(rows, 4 * x.numel() * out_channels)
     return pieces if len(pieces) <= most else [(rows * i // most, rows * (i + 1) // most) for i in range(most)]
@@ -246,7 +246,7 @@ def _filters_to_tiles(weight, tiles, turned, start, stop):
             _filter_line(a, b, c, part[0, j], part[1, j], part[2, j], part[3, j], half)
         for i in range(4):
             p, k = part[i], 4 * i
-            if turned:  # of the four numbers of an axis the first and the last change places
+            if turned:  # of the four numbers on an axis, the first and the last swap places
                 k = 12 - k if i in (0, 3) else k
                 _filter_line(p[0], p[1], p[2], tiles[k + 3, o], tiles[k + 1, o], tiles[k + 2, o], tiles[k, o], half)
             else:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matched pairs -> losses, over all decoder layers at once.
 
-On the road of one image: after ``losses/matcher.py``, the end of training.
+Place in the pipeline: after ``losses/matcher.py``, the end of training.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

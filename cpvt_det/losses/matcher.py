@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hungarian matching of all decoder layers at once: predictions x targets -> pairs.
 
-On the road of one image: after ``models/``, before ``losses/criterion.py``.
+Place in the pipeline: after ``models/``, before ``losses/criterion.py``.
 """
 
 from collections.abc import Sequence

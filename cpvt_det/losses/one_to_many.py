@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several queries for every object: the matching of MS-DETR's second supervision.
 
-On the road of one image: after ``models/``, before ``losses/criterion.py``, for ``Predictions.one_to_many``.
+Place in the pipeline: after ``models/``, before ``losses/criterion.py``, for ``Predictions.one_to_many``.
 """
 
 import torch

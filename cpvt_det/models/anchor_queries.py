@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queries that are boxes: their positions are made of the boxes, layer by layer; learned boxes as queries (DAB-DETR).
+"""Queries that are boxes: their positions are computed from the boxes, layer by layer; learned boxes as queries (DAB-DETR).
 
-On the road of one image: after the encoder, before the decoder; a query source as those of ``models/queries.py``.
+Place in the pipeline: after the encoder, before the decoder; a query source like those of ``models/queries.py``.
 """
 
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ from cpvt_det.layers.heads import MLP, full_precision, without_autocast
 from cpvt_det.models.queries import QUERY_REGISTRY, Queries, at_least_one, sines_of_boxes
 from cpvt_det.structures import Levels, Targets
 
-FARTHEST_LOGIT = 3.0  # of the numbers of learned boxes at the start: from 0.05 to 0.95
+FARTHEST_LOGIT = 3.0  # limit of the initial logits of learned boxes, whose numbers start between 0.05 and 0.95
 
 
 class BoxPositions:
-    """What query sources share whose positions follow the boxes; a mixin of modules.
+    """A mixin for query sources whose positions follow their boxes.
 
     Source: arXiv 2201.12329, sections 4.2 and 4.3.
     """
@@ -28,11 +28,11 @@ class BoxPositions:
 
         Args:
             channels: C, a multiple of 4.
-            scaled_positions: positions are multiplied by a function of what the layer before decoded.
-            position_sines: positions are made of the sines of the boxes' numbers; ``False``: of the numbers.
+            scaled_positions: whether positions are multiplied by a function of the output of the decoder layer before.
+            position_sines: whether positions are made from the sines of the boxes' numbers; ``False``: from the numbers themselves.
 
         Raises:
-            ValueError: channels that are no multiple of 4.
+            ValueError: channels that are not a multiple of 4.
         """
         if channels % 4:
             raise ValueError(f"positions of boxes need channels in multiples of 4, for the sines of four numbers; got {channels}")
@@ -45,7 +45,7 @@ class BoxPositions:
 
         Args:
             boxes: (B, Q, 4) float, cxcywh in [0, 1] of the unpadded image.
-            decoded: (B, Q, C) float, what the layer before decoded; ``None`` before the first layer.
+            decoded: (B, Q, C) float, output of the decoder layer before; ``None`` before the first layer.
 
         Returns:
             (B, Q, C).
@@ -65,14 +65,14 @@ class AnchorQueries(BoxPositions, nn.Module):
     Args:
         channels: C, a multiple of 4.
         num_queries: Q.
-        scaled_positions: positions are multiplied by a function of what the layer before decoded.
-        denoising: module that puts further queries of training before the others, as
-            :class:`cpvt_det.models.denoising.ContrastiveDenoising`; ``None``: none.
+        scaled_positions: whether positions are multiplied by a function of the output of the decoder layer before.
+        denoising: module that puts additional training queries before the others, such as
+            :class:`cpvt_det.models.denoising.ContrastiveDenoising`; ``None``: no such queries.
 
     Raises:
-        ValueError: no queries, or channels that are no multiple of 4.
+        ValueError: no queries, or channels that are not a multiple of 4.
 
-    Source: arXiv 2201.12329, section 4, for deformable attention as in IDEA-Research/detrex ``projects/dab_deformable_detr``.
+    Source: arXiv 2201.12329, section 4; with deformable attention as in IDEA-Research/detrex ``projects/dab_deformable_detr``.
     """
 
     def __init__(self, channels: int, num_queries: int, scaled_positions: bool = False, denoising: nn.Module | None = None):
@@ -88,8 +88,8 @@ class AnchorQueries(BoxPositions, nn.Module):
         self.denoising = denoising
 
     def forward(self, memory: Tensor, levels: Levels, targets: Sequence[Targets] | None = None) -> Queries:
-        """The queries; of the (B, N, C) memory only B counts. In training, with targets, those of denoising come before them."""
-        batch = memory.shape[0]  # not len, which an exported program takes for a constant
+        """The queries, in training with targets after denoising queries; only the batch size of the (B, N, C) memory matters."""
+        batch = memory.shape[0]  # not len, which would become a constant in an exported program
         with without_autocast(memory):
             boxes = full_precision(self.refpoint_embed.weight).sigmoid().expand(batch, -1, -1)
         queries = Queries(self.query_embed.weight.expand(batch, -1, -1), self.place(boxes), boxes, place=self.place)

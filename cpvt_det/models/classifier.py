@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Image classification: a backbone, one vector per image, a linear head.
 
-On the road of one image: after ``structures.PaddedBatch``, before ``losses/soft_labels.py``.
+Place in the pipeline: after ``structures.PaddedBatch``, before ``losses/soft_labels.py``.
 """
 
 import math
@@ -17,25 +17,25 @@ from cpvt_det.models.image_model import ImageModel, require_contract
 from cpvt_det.structures import ClassLogits, Targets, level_padding_mask
 
 POOLS = ("token", "mean")
-INITIAL_STD = 0.02  # of the head's weights, as in DeiT
+INITIAL_STD = 0.02  # standard deviation of the head's initial weights, as in DeiT
 
 
 class Classifier(ImageModel):
-    """A classifier over any backbone.
+    """A classifier on any backbone.
 
     Args:
-        backbone: extractor by the contract of :data:`cpvt_det.models.backbones.BACKBONE_REGISTRY`; one that has ``tokens`` is asked
-            for these, of another the last map is taken. The width is that of its last map.
+        backbone: extractor by the contract of :data:`cpvt_det.models.backbones.BACKBONE_REGISTRY`. If it has ``tokens``, these are
+            classified, otherwise its last map. The head's width is that of the last map.
         num_classes: K.
-        pool: ``token``: the class token, and where there is a distillation token a head for each; ``mean``: the mean of what is
-            not padded, of the last map or of the patch tokens; empty: ``token`` where the backbone has one, else ``mean``.
+        pool: ``token``: the class token, plus a second head for the distillation token if there is one; ``mean``: the mean over the
+            unpadded cells of the last map or the unpadded patch tokens; empty: ``token`` if the backbone has one, else ``mean``.
         pixel_mean, pixel_std: mean and standard deviation per channel, in pixel values from 0 to 255.
-        frozen: parts that are not trained, as of :meth:`ImageModel.freeze`.
+        frozen: names of parts that are not trained, as in :meth:`ImageModel.freeze`.
 
     Raises:
-        TypeError: a backbone that lacks what its contract asks for.
-        UnknownNameError: an unknown ``pool``, or no part of a name to freeze.
-        ValueError: a class token that the backbone does not have.
+        TypeError: a backbone that lacks an attribute its contract requires.
+        UnknownNameError: an unknown ``pool``, or a name in ``frozen`` that matches no part.
+        ValueError: ``token`` for a backbone that has no class token.
 
     Source: arXiv 2012.12877 (class and distillation token); arXiv 2102.10882, section 3.4 (mean of the patch tokens).
     """
@@ -68,13 +68,13 @@ class Classifier(ImageModel):
         """Classify.
 
         Args:
-            images: (B, 3, H, W) float, normalised; what lies under the padding does not matter.
+            images: (B, 3, H, W) float, normalised; values under the padding do not matter.
             padding_mask: (B, H, W) bool, True = padded.
-            targets: argument of detectors, without effect here.
+            targets: accepted for the sake of the detectors' signature; no effect here.
 
         Raises:
             TypeError: a mask that is not bool, or weights in half precision.
-            ValueError: a mask of another shape.
+            ValueError: a mask of the wrong shape.
         """
         special, tokens, mask = self._tokens(self.without_padding(images, padding_mask), padding_mask)
         if self.pool == "token":
@@ -96,7 +96,7 @@ class Classifier(ImageModel):
 
 
 def _mean_of_valid(tokens: Tensor, padding_mask: Tensor) -> Tensor:
-    """(B, N, C) tokens and (B, N) bool -> (B, C), the mean of those that are not padded."""
+    """(B, N, C) tokens and (B, N) bool -> (B, C), the mean of the tokens that are not padded."""
     valid = (~padding_mask).sum(1, keepdim=True).to(tokens.dtype)
     return tokens.masked_fill(padding_mask[..., None], 0).sum(1) / valid
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deformable-DETR: several levels, attention that looks at a few sampled points of each, learned or proposed queries.
+"""Deformable-DETR: several levels, attention to a few sampled points on each level, learned or proposed queries.
 
-On the road of one image: the parts that ``models/detector.py`` calls.
+Place in the pipeline: the parts that ``models/detector.py`` calls.
 
 Source: arXiv 2010.04159, sections 4 and A.4; names of parameters as in fundamentalvision/Deformable-DETR.
 """
@@ -75,12 +75,12 @@ class DeformableEncoderLayer(FeedForward):
 
 
 class DeformableEncoder(nn.Module):
-    """Encoder layers, with the encoding's ``inject`` before the first and after every one.
+    """Encoder layers, with the encoding's ``inject`` before the first and after each one.
 
     Args:
-        num_layers: number of layers; 0 passes the tokens on.
+        num_layers: number of layers; 0 returns the tokens unchanged.
         layer: arguments of :class:`DeformableEncoderLayer`.
-        checkpointing: layers are computed again in the backward pass instead of kept.
+        checkpointing: whether layers are recomputed in the backward pass instead of storing their activations.
     """
 
     def __init__(self, num_layers: int, *layer, checkpointing: bool = False):
@@ -98,7 +98,7 @@ class DeformableEncoder(nn.Module):
             position: encoding that acts on the tokens.
 
         Returns:
-            (B, N, C), the memory; what is at padded tokens means nothing.
+            (B, N, C), the memory; its values at padded tokens are meaningless.
         """
         reference_points = levels.to_level_coordinates(levels.centers())
         tokens = position.inject(tokens, levels.padding_mask, levels.shapes, -1)
@@ -150,11 +150,11 @@ class DeformableDecoderLayer(FeedForward):
 
         Args:
             queries: (B, Q, C) float.
-            positions: (B, Q, C) float, added to the queries of both attentions and to the keys of the first.
+            positions: (B, Q, C) float, added to the queries of both attentions and to the keys of the self-attention.
             reference_points: (B, Q, L, 2 or 4) float.
             memory: (B, N, C) float.
             levels: layout of the memory's tokens.
-            attention_mask: (Q, Q) float, of the self-attention; ``None``: every query sees every other.
+            attention_mask: (Q, Q) float, for the self-attention; ``None``: every query sees every other.
 
         Returns:
             (B, Q, C).
@@ -168,7 +168,7 @@ class DeformableDecoderLayer(FeedForward):
 
 
 class MixedDecoderLayer(DeformableDecoderLayer):
-    """A decoder layer whose queries look at the image before they see each other, so that what they find can be supervised.
+    """A decoder layer whose queries attend to the image before they see each other, so that each one's finding can be supervised.
 
     Args:
         channels, num_heads, ffn_channels, dropout, num_levels, num_points, implementation: as in
@@ -195,8 +195,8 @@ class MixedDecoderLayer(DeformableDecoderLayer):
         """One layer; arguments as in :meth:`DeformableDecoderLayer.forward`.
 
         Returns:
-            Twice (B, Q, C): the queries, and in training what they were before they saw each other, by a feed-forward network of
-            its own; ``None`` in evaluation.
+            The queries (B, Q, C); and in training (B, Q, C) again, the queries before the self-attention, after a separate
+            feed-forward network. The second is ``None`` in evaluation.
         """
         attended = self.cross_attn(queries + positions, reference_points, memory, levels)
         queries = self.norm1(queries + self.dropout(attended))
@@ -217,15 +217,16 @@ class DeformableDecoder(nn.Module):
     Args:
         num_layers: D, at least 1.
         layer: arguments of :class:`DeformableDecoderLayer`.
-        look_forward_twice: the loss of a layer also corrects the boxes of the layer before, which it starts from (arXiv
-            2203.03605, section 3.5); ``False``: those of its own alone. No effect without box refinement.
-        final_norm: one norm for all layers before the heads, as in DINO. What a layer hands on, queries and boxes, is made without.
-        mixed_supervision: layers are :class:`MixedDecoderLayer`, and in training the predictions of what queries find before they
-            see each other are ``Predictions.one_to_many``.
-        eval_layers: number of layers, the first ones, that run in evaluation; 0: all.
+        look_forward_twice: whether the loss of a layer also corrects the boxes of the layer before, from which it starts (arXiv
+            2203.03605, section 3.5), or only its own boxes. No effect without box refinement.
+        final_norm: whether one norm, shared by all layers, precedes the heads, as in DINO. The queries and boxes that a layer
+            passes to the next do not go through it.
+        mixed_supervision: whether layers are :class:`MixedDecoderLayer`. In training, ``Predictions.one_to_many`` then holds the
+            predictions of the queries before they see each other.
+        eval_layers: number of layers that run in evaluation, counted from the first; 0: all.
 
     Raises:
-        ValueError: no layer, or fewer than ``eval_layers``.
+        ValueError: no layer, or fewer layers than ``eval_layers``.
     """
 
     def __init__(
@@ -250,16 +251,16 @@ class DeformableDecoder(nn.Module):
         """Decode.
 
         Args:
-            queries: what a query source made, with references.
+            queries: output of a query source, with references.
             memory: output of the encoder.
             levels: layout of the memory's tokens.
-            heads: heads of every layer.
+            heads: the heads of all layers.
 
         Returns:
-            Logits (D, B, Q, K') and boxes (D, B, Q, 4); with mixed supervision, in training, ``one_to_many`` too.
+            Logits (D, B, Q, K') and boxes (D, B, Q, 4); in training with mixed supervision also ``one_to_many``.
         """
         decoded, positions, outputs, many = queries.content, queries.positions, [], []
-        references = start = queries.references  # where a layer looks; what its boxes correct
+        references = start = queries.references  # where a layer looks; the boxes that it corrects
         for index, layer in enumerate(self.layers if self.training else self.layers[: self.eval_layers]):
             if index and heads.refine:
                 start = self.refine(decoded, references, outputs[-1].boxes, heads, index - 1)
@@ -274,14 +275,14 @@ class DeformableDecoder(nn.Module):
         return dataclasses.replace(_stacked(outputs), one_to_many=_stacked(many) if many else None)
 
     def refine(self, decoded: Tensor, references: Tensor, boxes: Tensor, heads: Heads, layer: int) -> Tensor:
-        """What the boxes of the next layer start from: (B, Q, 4), with a gradient only to correct this layer's.
+        """The boxes (B, Q, 4) from which the next layer starts; they have a gradient only with ``look_forward_twice``, in training.
 
         Args:
-            decoded: (B, Q, C) queries after a layer.
-            references: (B, Q, 2 or 4) points or boxes that it looked around, without gradient.
-            boxes: (B, Q, 4) its boxes for the loss.
-            heads: heads of every layer.
-            layer: index of the layer.
+            decoded: (B, Q, C) queries after this layer.
+            references: (B, Q, 2 or 4) points or boxes that this layer looked around, without gradient.
+            boxes: (B, Q, 4) boxes of this layer for the loss.
+            heads: the heads of all layers.
+            layer: index of this layer.
         """
         twice = self.look_forward_twice and self.training
         refined = heads.boxes(decoded, references, layer) if self.final_norm or twice else boxes
@@ -289,10 +290,10 @@ class DeformableDecoder(nn.Module):
 
 
 def layers_in_evaluation(num_layers: int, eval_layers: int) -> int:
-    """Number of a decoder's layers that run in evaluation: ``eval_layers``, or all for 0.
+    """The number of a decoder's layers that run in evaluation: ``eval_layers``, or all for 0.
 
     Raises:
-        ValueError: no layer, or fewer than ``eval_layers``.
+        ValueError: no layer, or fewer layers than ``eval_layers``.
     """
     if num_layers < 1:
         raise ValueError(f"a decoder needs at least one layer, got {num_layers}")
@@ -372,26 +373,26 @@ class DeformableDETR(Detector):
     """DETR over several levels, with deformable attention.
 
     Args:
-        backbone: a module by the contract of :data:`cpvt_det.models.backbones.BACKBONE_REGISTRY`; of its maps all are used.
+        backbone: a module by the contract of :data:`cpvt_det.models.backbones.BACKBONE_REGISTRY`; all its maps are used.
         position: the encoder's position encoding.
         transformer: encoder and decoder of ``channels`` and of ``num_levels``.
         channels: C.
         num_queries: Q.
-        num_logits: K', what the classification needs for K classes.
-        num_levels: L: the backbone's maps, and coarser ones, each by a strided convolution of the one before.
-        box_refinement: every decoder layer corrects the boxes of the one before, with heads of its own.
-        two_stage: queries are the encoder's best proposals.
-        mask_padding: padded cells are left out of the projections' norms; ``False`` is the official arithmetic.
-        prior_probability: probability of every class at the start, for sigmoids; ``None`` for softmax.
+        num_logits: K', the number of logits that the classification needs for K classes.
+        num_levels: L, the backbone's maps and coarser ones, each made by a strided convolution of the level before.
+        box_refinement: whether every decoder layer corrects the boxes of the layer before, with its own heads.
+        two_stage: whether the queries are the encoder's best proposals.
+        mask_padding: whether padded cells are left out of the projections' norms; ``False`` matches the official code.
+        prior_probability: initial probability of every class, for sigmoids; ``None`` for softmax.
         pixel_mean, pixel_std: mean and standard deviation per channel, in pixel values from 0 to 255.
-        frozen: parts that are not trained, as of :meth:`Detector.freeze`.
-        neck: neck of the user's own; ``None``: :class:`MultiLevelNeck`.
-        queries: query source of the user's own; ``None``: :class:`LearnedQueries`, or :class:`ProposedQueries` for two stages.
+        frozen: names of parts that are not trained, as in :meth:`Detector.freeze`.
+        neck: user-defined neck; ``None``: :class:`MultiLevelNeck`.
+        queries: user-defined query source; ``None``: :class:`LearnedQueries`, or :class:`ProposedQueries` for two stages.
 
     Raises:
-        UnknownNameError: no part of this name to freeze.
-        ValueError: no queries, fewer levels than maps, a transformer of another number of levels, an encoding that acts inside
-            dense attention, two stages without box refinement or with channels that are no multiple of 4.
+        UnknownNameError: a name in ``frozen`` that matches no part.
+        ValueError: no queries, fewer levels than maps, a transformer with a different number of levels, an encoding that acts
+            inside dense attention, or two stages without box refinement or with channels that are not a multiple of 4.
 
     Source: arXiv 2010.04159.
     """
@@ -431,10 +432,10 @@ class DeformableDETR(Detector):
             raise ValueError("two stages need box refinement: proposals are boxes for the decoder to correct")
         super().__init__(backbone, neck, position, transformer, pixel_mean, pixel_std)
         self.refine_boxes = box_refinement
-        # Without refinement one pair of heads serves every layer.
+        # Without refinement, one pair of heads serves all layers.
         heads = range(len(transformer.decoder.layers) if box_refinement else 1)
         self.class_embed = nn.ModuleList(class_head(channels, num_logits, prior_probability) for _ in heads)
-        # A first guess from a point starts small, one from a proposal at the proposal's size.
+        # A first guess starts small if made from a point, and at the proposal's size if made from a proposal.
         self.bbox_embed = nn.ModuleList(box_head(channels, 0.0 if two_stage or n else -2.0) for n in heads)
         if queries is None and two_stage:
             queries = ProposedQueries(channels, num_queries, num_logits, prior_probability)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contrastive denoising: in training, objects with noise are queries too, beside the real ones.
+"""Contrastive denoising: in training, noised copies of the objects become extra queries next to the real ones.
 
-On the road of one image: a part of the query sources that start from boxes; the loss of these queries is ``loss_denoising_*``.
+Place in the pipeline: inside the query sources that start from boxes. The loss of these queries is ``loss_denoising_*``.
 
 Source: arXiv 2203.03605, section 3.3, and arXiv 2203.01305, section 4; the arithmetic is that of IDEA-Research/DINO
 ``models/dino/dn_components.py``.
@@ -19,16 +19,16 @@ from cpvt_det.boxes import cxcywh_to_xyxy, inverse_sigmoid, xyxy_to_cxcywh
 from cpvt_det.models.queries import Queries
 from cpvt_det.structures import Targets
 
-NEAREST = 1e-3  # to 0 and 1, of a noised box's numbers, as in DINO's code
+NEAREST = 1e-3  # smallest distance of a noised box's numbers from 0 and 1, as in DINO's code
 
 
 class ContrastiveDenoising(nn.Module):
     """Pairs of queries for every object, in groups: a positive, to find its object again, and a negative, to find none.
 
-    A positive is the object's box with each corner moved by less than half a side, a negative by half a side to a whole one; its
-    content is a learned vector of the class, which may be a wrong one. Every group holds all objects once. Groups do not see
-    each other, and the other queries see none of them; they see the others. In an image with fewer objects than the largest
-    number T of the batch, zeros fill up.
+    For a positive, each corner of the object's box is moved by less than half a side; for a negative, by half a side to a whole
+    side. The content of a query is a learned vector of the object's class, which label noise may replace by another class. Every
+    group holds all objects once. Groups do not see each other, and the other queries see none of them, but every group sees the
+    other queries. An image with fewer objects than T, the largest number in the batch, is filled up with queries of zero content.
 
     Random numbers are drawn from torch's global generator, which a training step seeds with the run's seed, the iteration and
     the process.
@@ -36,12 +36,12 @@ class ContrastiveDenoising(nn.Module):
     Args:
         channels: C.
         num_classes: K.
-        pairs: number of pairs per image that groups are made for; there are max(1, ``pairs`` // T) groups.
-        label_noise: twice the probability that a class is replaced by a random one; half of it, as in DINO.
+        pairs: target number of pairs per image; it gives max(1, ``pairs`` // T) groups.
+        label_noise: twice the probability that a class is replaced by a random one, as in DINO.
         box_noise: factor on the distances by which corners move.
 
     Raises:
-        ValueError: no class, no pair, or noise outside [0, 1] for labels or (0, 1] for boxes.
+        ValueError: no class, no pair, label noise outside [0, 1], or box noise outside (0, 1].
     """
 
     def __init__(self, channels: int, num_classes: int, pairs: int, label_noise: float = 0.5, box_noise: float = 1.0):
@@ -50,7 +50,7 @@ class ContrastiveDenoising(nn.Module):
             raise ValueError(f"denoising needs classes and pairs, got {num_classes} classes and {pairs} pairs")
         if not 0 <= label_noise <= 1:
             raise ValueError(f"label_noise must be from 0 to 1, got {label_noise}")
-        if not 0 < box_noise <= 1:  # without noise, negatives are where positives are; with more, corners change sides
+        if not 0 < box_noise <= 1:  # at 0, negatives coincide with positives; above 1, corners may swap sides
             raise ValueError(f"box_noise must be above 0 and at most 1, got {box_noise}")
         self.num_classes = num_classes
         self.pairs = pairs
@@ -59,21 +59,22 @@ class ContrastiveDenoising(nn.Module):
         self.label_enc = nn.Embedding(num_classes, channels)
 
     def count(self, targets: Sequence[Targets]) -> tuple[int, int]:
-        """The number of groups for a batch with these targets, and of queries in each."""
+        """The number of groups for a batch with these targets, and the number of queries in each group."""
         most = max(map(len, targets))
         return max(1, self.pairs // max(1, most)), 2 * most
 
     def forward(self, queries: Queries, targets: Sequence[Targets], place: Callable[[Tensor], Tensor]) -> Queries:
-        """Put the queries of denoising before others.
+        """Put the denoising queries before the other queries.
 
         Args:
-            queries: the others, with boxes as references.
+            queries: the other queries, with boxes as references.
             targets: targets of the B images; some or all may have no object.
             place: function from (B, Q, 4) boxes to the (B, Q, C) positions of queries there.
 
         Returns:
-            2 G T queries more, where G is the number of groups: group by group the positives, then the negatives, both in the order
-            of the targets. None where no image has an object; the learned vectors then have gradients of zeros.
+            The queries with 2 G T more before them, where G is the number of groups. Each group has its positives first, then its
+            negatives, both in the order of the targets. If no image has an object, none are added and the learned vectors have
+            gradients of zeros.
         """
         groups, size = self.count(targets)
         objects, labels, boxes = self.draw_noise(targets, queries.references.dtype)
@@ -94,15 +95,15 @@ class ContrastiveDenoising(nn.Module):
 
     @torch.no_grad()
     def draw_noise(self, targets: Sequence[Targets], dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-        """Noised objects of a batch, from torch's global generator.
+        """Noised objects of a batch; the noise comes from torch's global generator.
 
         Args:
             targets: targets of the B images.
             dtype: dtype of the boxes.
 
         Returns:
-            For G groups, positives before negatives, and the T objects: their indices (B, G, 2, T) int64, -1 for what fills up;
-            labels (B, G, 2, T) int64, of which some are random; boxes (B, G, 2, T, 4), cxcywh in [0, 1].
+            For each of G groups and T objects, positives before negatives: object indices (B, G, 2, T) int64, -1 for fillers;
+            labels (B, G, 2, T) int64, some replaced by random ones; boxes (B, G, 2, T, 4), cxcywh in [0, 1].
         """
         labels = pad_sequence([target.labels for target in targets], batch_first=True)  # (B, T)
         boxes = pad_sequence([target.boxes_cxcywh for target in targets], batch_first=True).to(dtype)
@@ -114,12 +115,12 @@ class ContrastiveDenoising(nn.Module):
         return objects, labels, self._noised_boxes(boxes[:, None, None].expand(*objects.shape, 4))
 
     def _noised_labels(self, labels: Tensor) -> Tensor:
-        """Labels, of which some are random ones."""
+        """The labels, with some replaced by random ones."""
         others = torch.randint_like(labels, self.num_classes)
         return torch.where(torch.rand(labels.shape, device=labels.device) < 0.5 * self.label_noise, others, labels)
 
     def _noised_boxes(self, boxes: Tensor) -> Tensor:
-        """(B, G, 2, T, 4) cxcywh boxes, positives before negatives -> with noise."""
+        """(B, G, 2, T, 4) cxcywh boxes, positives before negatives -> the same boxes with noise."""
         noise = 2 * torch.rand_like(boxes) - 1
         noise[:, :, 1] += noise[:, :, 1].sign()
         halves = 0.5 * boxes[..., 2:].repeat(1, 1, 1, 1, 2)
@@ -128,7 +129,7 @@ class ContrastiveDenoising(nn.Module):
 
 
 def _mask(queries: Queries, groups: int, size: int) -> Tensor | None:
-    """The attention mask with groups of ``size`` queries each before others."""
+    """The attention mask with ``groups`` groups of ``size`` denoising queries before the other queries."""
     count, others = groups * size, queries.content.shape[1]
     if not count:
         return queries.attention_mask

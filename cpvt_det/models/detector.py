@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The road that all detectors share: backbone -> neck -> encoder -> queries -> decoder.
+"""The pipeline that all detectors share: backbone -> neck -> encoder -> queries -> decoder.
 
-On the road of one image: after ``structures.PaddedBatch``, before ``losses/`` in training and ``evaluation/`` in evaluation.
+Place in the pipeline: after ``structures.PaddedBatch``, before ``losses/`` in training and ``evaluation/`` in evaluation.
 """
 
 import math
@@ -18,11 +18,11 @@ from cpvt_det.structures import Predictions, Targets
 
 @dataclass
 class Memory:
-    """What the encoder leaves to the decoder.
+    """The encoder's output for the decoder.
 
     Attributes:
-        tokens: (B, N, C) float, the values of the decoder's attention to the image.
-        keys: (B, N, C) float, the tokens with positions added; the same object as ``tokens`` where there are none.
+        tokens: (B, N, C) float, values for the decoder's attention to the image.
+        keys: (B, N, C) float, the tokens with positions added; the same object as ``tokens`` if there are no positions.
     """
 
     tokens: Tensor
@@ -32,22 +32,23 @@ class Memory:
 class Detector(ImageModel):
     """Five parts and a position encoding. DETR is the case of one level and full attention.
 
-    Parts are registered under the names of the official code, so that its weights fit: the neck as ``input_proj``, the heads of
-    the decoder beside it.
+    Parts are registered under the names of the official code, so that its weights fit: the neck is ``input_proj``, and the
+    decoder's heads belong to the detector and not to the decoder.
 
     Args:
-        backbone: extractor of maps; contract in :data:`cpvt_det.models.backbones.BACKBONE_REGISTRY`.
-        neck: module that makes the levels of features from maps; contract in :data:`cpvt_det.models.necks.NECK_REGISTRY`.
+        backbone: feature extractor; contract in :data:`cpvt_det.models.backbones.BACKBONE_REGISTRY`.
+        neck: module that turns the maps into feature levels; contract in :data:`cpvt_det.models.necks.NECK_REGISTRY`.
         position: the encoder's position encoding.
         transformer: encoder and decoder; contract in :class:`cpvt_det.models.Transformer`.
         pixel_mean, pixel_std: mean and standard deviation per channel, in pixel values from 0 to 255.
 
     Attributes:
         strides: pixels per cell of each level of the transformer.
-        size_divisibility: number that the sides of canvases are multiples of: the largest stride, or what the backbone needs.
+        size_divisibility: number that the height and width of every canvas must be multiples of: the least common multiple of the
+            largest stride and the backbone's own number.
 
     Raises:
-        TypeError: a part that lacks what its contract asks for.
+        TypeError: a part that lacks an attribute its contract requires.
 
     Subclasses register ``class_embed``, ``bbox_embed`` and their query source.
     """
@@ -77,28 +78,28 @@ class Detector(ImageModel):
 
     @property
     def neck(self) -> nn.Module:
-        """The neck, by the name of its part."""
+        """The neck; the official code registers it as ``input_proj``."""
         return self.input_proj
 
     @property
     def num_queries(self) -> int:
-        """Q, without queries that exist in training only."""
+        """Q, without the queries that exist in training only."""
         return self.queries.num_queries
 
     def forward(self, images: Tensor, padding_mask: Tensor, targets: Sequence[Targets] | None = None) -> Predictions:
         """Detect.
 
         Args:
-            images: (B, 3, H, W) float, normalised; what lies under the padding does not matter.
+            images: (B, 3, H, W) float, normalised; values under the padding do not matter.
             padding_mask: (B, H, W) bool, True = padded.
             targets: targets of the B images, in training, for query sources that learn from them.
 
         Returns:
-            Logits (D, B, Q, K') and boxes (D, B, Q, 4), cxcywh in [0, 1] of the unpadded image, in float32 at least.
+            Logits (D, B, Q, K') and boxes (D, B, Q, 4), cxcywh in [0, 1] of the unpadded image, in at least float32.
 
         Raises:
             TypeError: a mask that is not bool, or weights in half precision.
-            ValueError: a mask of another shape.
+            ValueError: a mask of the wrong shape.
         """
         maps = self.backbone(self.without_padding(images, padding_mask), padding_mask)
         features, levels = self.input_proj(maps, padding_mask)  # the neck; zero under the padding

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DETR: one level, attention to all tokens, learned queries. Its transformer, batch first, does not know where queries come from.
+"""DETR: one level, attention to all tokens, learned queries. Its transformer is batch-first and takes queries from any source.
 
-On the road of one image: the parts that ``models/detector.py`` calls.
+Place in the pipeline: the parts that ``models/detector.py`` calls.
 
 Source: arXiv 2005.12872, section 3.2 and appendix A.3; names of parameters as in facebookresearch/detr.
 """
@@ -49,10 +49,10 @@ class DecoderLayer(FeedForward):
 
         Args:
             queries: (B, Q, C) float.
-            query_positions: (B, Q, C) float, added to queries and keys of the self-attention and to queries of the other.
+            query_positions: (B, Q, C) float, added to queries and keys of the self-attention and to the cross-attention's queries.
             memory: output of the encoder.
             padding_mask: (B, N) bool, True = padded.
-            attention_mask: (Q, Q) float, of the self-attention; ``None``: every query sees every other.
+            attention_mask: (Q, Q) float, for the self-attention; ``None``: every query sees every other.
 
         Returns:
             (B, Q, C).
@@ -72,7 +72,7 @@ class DecoderLayer(FeedForward):
 
 
 class Decoder(nn.Module):
-    """Decoder layers whose every output, through one shared norm, is an answer.
+    """Decoder layers; the output of every layer goes through one shared norm to the heads.
 
     Args:
         num_layers: D, at least 1.
@@ -93,7 +93,7 @@ class Decoder(nn.Module):
         """Decode.
 
         Args:
-            queries: what a query source made; references have no effect.
+            queries: output of a query source; references have no effect.
             memory: output of the encoder.
             levels: layout of the memory's tokens.
             heads: one class head and one box head for all layers.
@@ -120,8 +120,8 @@ class Transformer(nn.Module):
         checkpointing: recomputation in the encoder, as in :class:`cpvt_det.models.encoder.Encoder`.
 
     Attributes:
-        decoder_position: encoding of the decoder's keys, set by :class:`DETR`; ``"same"`` takes the encoder's additive embedding,
-            ``None`` none.
+        decoder_position: encoding of the decoder's keys, set by :class:`DETR`; ``"same"`` uses the encoder's additive embedding,
+            ``None`` uses no encoding.
     """
 
     def __init__(
@@ -163,24 +163,24 @@ class Transformer(nn.Module):
 
 
 class DETR(Detector):
-    """DETR over the last map of a backbone.
+    """DETR on the last map of a backbone.
 
     Args:
-        backbone: a module by the contract of :data:`cpvt_det.models.backbones.BACKBONE_REGISTRY`; of its maps the last is used.
+        backbone: a module by the contract of :data:`cpvt_det.models.backbones.BACKBONE_REGISTRY`; only its last map is used.
         position: the encoder's position encoding.
         transformer: encoder and decoder of ``channels``.
         channels: C.
         num_queries: Q.
-        num_logits: K', what the classification needs for K classes.
-        decoder_position: encoding of the decoder's keys; ``"same"`` takes the encoder's additive embedding, ``None`` none.
-        prior_probability: probability of every class at the start, for sigmoids; ``None`` for softmax.
+        num_logits: K', the number of logits that the classification needs for K classes.
+        decoder_position: encoding of the decoder's keys; ``"same"`` uses the encoder's additive embedding, ``None`` none at all.
+        prior_probability: initial probability of every class, for sigmoids; ``None`` for softmax.
         pixel_mean, pixel_std: mean and standard deviation per channel, in pixel values from 0 to 255.
-        frozen: parts that are not trained, as of :meth:`Detector.freeze`.
-        neck: neck of the user's own; ``None``: :class:`ProjectionNeck`.
-        queries: query source of the user's own; ``None``: :class:`QueryEmbedding`.
+        frozen: names of parts that are not trained, as in :meth:`Detector.freeze`.
+        neck: user-defined neck; ``None``: :class:`ProjectionNeck`.
+        queries: user-defined query source; ``None``: :class:`QueryEmbedding`.
 
     Raises:
-        UnknownNameError: no part of this name to freeze.
+        UnknownNameError: a name in ``frozen`` that matches no part.
         ValueError: no queries.
 
     Source: arXiv 2005.12872.
@@ -215,5 +215,5 @@ class DETR(Detector):
 
     @property
     def queries(self) -> nn.Module:
-        """The query source, by the name of its part."""
+        """The query source; the official code registers it as ``query_embed``."""
         return self.query_embed

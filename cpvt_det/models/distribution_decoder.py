@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""D-FINE's decoder: layers refine, side by side, distributions of the distances from a first box, and not the box itself.
+"""D-FINE's decoder: for each side of a first box, layers refine a distribution of distances, and not the box itself.
 
-On the road of one image: after the queries; the losses of distributions are in ``losses/distributions.py``.
+Place in the pipeline: after the queries; the losses of distributions are in ``losses/distributions.py``.
 
 Source: arXiv 2410.13842, section 4; names of parameters as in Peterande/D-FINE.
 """
@@ -17,11 +17,11 @@ from cpvt_det.models.detector import Memory
 from cpvt_det.models.queries import Queries
 from cpvt_det.structures import BoxDistributions, Levels, Predictions
 
-FARTHEST_POSITION = 10.0  # of the numbers of queries' positions, as in the authors' code
+FARTHEST_POSITION = 10.0  # limit of the numbers in queries' positions, as in the authors' code
 
 
 class Gate(nn.Module):
-    """Queries and what they found, each times a gate that sees both, and a norm of the sum.
+    """The sum of queries and their attention output, each multiplied by a gate that sees both, followed by a norm.
 
     Args:
         channels: C.
@@ -41,7 +41,7 @@ class Gate(nn.Module):
 
 
 class GatedDecoderLayer(DeformableDecoderLayer):
-    """A decoder layer with a gate in place of the residual of its attention to the image, which has no projections.
+    """A decoder layer with a gate instead of the residual of its attention to the image; that attention has no projections.
 
     Args:
         channels, num_heads, ffn_channels, dropout, num_levels, num_points, implementation: as in
@@ -73,10 +73,10 @@ class GatedDecoderLayer(DeformableDecoderLayer):
 
 
 class QualityHead(nn.Module):
-    """What the shape of the four distributions says about a box, added to the logits of all classes.
+    """Estimate a box's quality from the shape of its four distributions, and add it to the logits of all classes.
 
     Args:
-        num_largest: number of largest probabilities of each side that are looked at, beside their mean.
+        num_largest: number of the largest probabilities used per side, together with their mean.
         hidden: inner channels.
     """
 
@@ -88,25 +88,25 @@ class QualityHead(nn.Module):
         nn.init.zeros_(self.reg_conf.layers[-1].bias)
 
     def forward(self, logits: Tensor, sides: Tensor) -> Tensor:
-        """Logits (B, Q, K') of classes and (B, Q, 4, N + 1) of bins -> (B, Q, K')."""
+        """Logits of classes (B, Q, K') and of bins (B, Q, 4, N + 1) -> (B, Q, K')."""
         largest = sides.softmax(-1).topk(self.num_largest, dim=-1).values
         seen = torch.cat((largest, largest.mean(-1, keepdim=True)), dim=-1)
         return logits + self.reg_conf(seen.flatten(-2))
 
 
 class DistributionDecoder(nn.Module):
-    """Decoder layers, each followed by the heads; box heads give changes of the logits of N + 1 bins for each of four sides.
+    """Decoder layers, each followed by the heads; box heads change the logits of N + 1 bins for each of four sides.
 
     Args:
         num_layers: D, at least 1.
         layer: arguments of :class:`GatedDecoderLayer`.
         num_bins: N, even and at least 4.
-        scale: sides move in units of the first box's width or height over this number.
+        scale: number that divides the first box's width or height to give the unit in which sides move.
         reach: half of the farthest move of a side, in widths or heights of the first box.
-        eval_layers: number of layers, the first ones, that run in evaluation; 0: all.
+        eval_layers: number of layers that run in evaluation, counted from the first; 0: all.
 
     Raises:
-        ValueError: no layer, fewer than ``eval_layers``, an odd number of bins or fewer than 4, or a scale that is not above 0.
+        ValueError: no layer, fewer layers than ``eval_layers``, an odd number of bins or fewer than 4, or a scale not above 0.
     """
 
     def __init__(self, num_layers: int, *layer, num_bins: int = 32, scale: float = 4.0, reach: float = 0.5, eval_layers: int = 0):
@@ -120,7 +120,7 @@ class DistributionDecoder(nn.Module):
         self.layers = nn.ModuleList(GatedDecoderLayer(*layer) for _ in range(num_layers))
         self.lqe_layers = nn.ModuleList(QualityHead() for _ in range(num_layers))
         self.pre_bbox_head = box_head(layer[0], 0.0)
-        # Not of a config alone: weights come with theirs.
+        # Buffers, because weights bring their own values, which may differ from the config's.
         self.register_buffer("reg_scale", torch.tensor([scale]))
         self.register_buffer("up", torch.tensor([reach]))
 
@@ -135,14 +135,14 @@ class DistributionDecoder(nn.Module):
         """Decode.
 
         Args:
-            queries: what a query source made, with boxes as references.
+            queries: output of a query source, with boxes as references.
             memory: output of the encoder.
             levels: layout of the memory's tokens.
-            heads: heads of every layer.
+            heads: the heads of all layers.
 
         Returns:
-            Logits (D, B, Q, K') and boxes (D, B, Q, 4). In training one layer more, the first: the boxes that all others start
-            from, with the first layer's classes; and the distributions of the others.
+            Logits (D, B, Q, K') and boxes (D, B, Q, 4). In training there is one entry more, at the front: the boxes that all
+            layers start from, with the first layer's classes. The distributions of the layers are then returned too.
         """
         decoded, positions, references = queries.content, queries.positions, queries.references
         values, outputs, sides, earlier = self.values(), [], [], 0
@@ -168,7 +168,7 @@ class DistributionDecoder(nn.Module):
         return Predictions(*map(torch.stack, zip(*outputs, strict=True)), distributions=made)
 
     def _boxes(self, start: Tensor, distances: Tensor) -> Tensor:
-        """Boxes (B, Q, 4) and distances (B, Q, 4) of their sides -> (B, Q, 4), of any size and place."""
+        """First boxes (B, Q, 4) and distances of their sides (B, Q, 4) -> boxes (B, Q, 4), not limited to the image."""
         reached = (self.reg_scale / 2 + distances) * start[..., 2:].repeat(1, 1, 2) / self.reg_scale
         centers = start[..., :2]
         return xyxy_to_cxcywh(torch.cat((centers - reached[..., :2], centers + reached[..., 2:]), dim=-1))

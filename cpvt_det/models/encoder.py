@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The encoder of DETR and of the vision transformers: attention of all tokens to all, with a position encoding's hooks.
+"""The encoder of DETR and of the vision transformers: full self-attention, with hooks for a position encoding.
 
 Source: arXiv 2005.12872, section 3.2 and appendix A.3; names of parameters as in facebookresearch/detr.
 """
@@ -22,7 +22,7 @@ ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu}
 
 
 class FeedForward(nn.Module):
-    """What every layer of a transformer has: two linear layers with an activation and dropout between them."""
+    """The feed-forward network of every transformer layer: two linear layers with an activation and dropout between them."""
 
     dropout: nn.Dropout
     activation = staticmethod(F.relu)
@@ -30,7 +30,7 @@ class FeedForward(nn.Module):
     def feed_forward(
         self, first: Callable[[Tensor], Tensor], second: nn.Linear, x: Tensor, padding_mask: Tensor | None = None
     ) -> Tensor:
-        """The network of two layers, (..., C) -> (..., C), of every token by itself; a subclass may look at all valid ones."""
+        """The two-layer network, (..., C) -> (..., C), for each token separately; a subclass may look at all valid tokens."""
         return second(self.dropout(self.activation(first(x))))
 
 
@@ -44,13 +44,13 @@ class EncoderLayer(FeedForward):
         dropout: probability, in training.
         pre_norm: norm before each part instead of after its residual.
         activation: ``relu`` or ``gelu`` (exact), of the feed-forward network.
-        norm_eps: what norms add to variances.
-        drop_path: probability that an image's part of a layer is left out, in training; attention and network each by itself.
+        norm_eps: number that norms add to variances.
+        drop_path: probability, in training, that an image skips the attention or the network of a layer, drawn for each separately.
         attention_bias: whether queries, keys and values have a bias.
 
     Raises:
-        UnknownNameError: another activation.
-        ValueError: a probability that is none.
+        UnknownNameError: an unknown activation.
+        ValueError: a probability outside its range.
     """
 
     def __init__(
@@ -90,16 +90,16 @@ class EncoderLayer(FeedForward):
 
         Args:
             tokens: (B, N, C) float.
-            positions: (B, N, C) float, added to queries and keys; ``None`` lets all three share one product.
-            padding_mask: (B, N) bool, True = padded; ``None``: nothing is.
-            place: what a position encoding does inside the attention, as in :class:`Attention`.
-            feed: what it does with the feed-forward network's inner channels, (B, N, F) -> the same.
+            positions: (B, N, C) float, added to queries and keys; ``None`` lets queries, keys and values share one product.
+            padding_mask: (B, N) bool, True = padded; ``None``: nothing is padded.
+            place: function of a position encoding that acts inside the attention, as in :class:`Attention`.
+            feed: function of a position encoding that acts on the feed-forward network's inner channels, (B, N, F) -> the same.
 
         Returns:
             (B, N, C).
         """
         x = self.norm1(tokens) if self.pre_norm else tokens
-        placed = x if positions is None else x + positions  # x itself, so that attention sees that its inputs are one
+        placed = x if positions is None else x + positions  # x itself, so that attention recognises its inputs as one
         x = self.self_attn(placed, placed, x, padding_mask, None, place)
         tokens = tokens + self.dropout(self.drop_path(x))
         tokens = tokens if self.pre_norm else self.norm1(tokens)
@@ -112,14 +112,14 @@ class EncoderLayer(FeedForward):
 
 
 class Encoder(nn.Module):
-    """Encoder layers, with the encoding's ``inject`` before the first and after every one, and its ``place`` inside each.
+    """Encoder layers, with the encoding's ``inject`` before the first and after each one, and its ``place`` inside each.
 
     Args:
-        num_layers: number of layers; 0 passes the tokens on.
-        pre_norm: a last norm follows the layers.
+        num_layers: number of layers; 0 returns the tokens unchanged.
+        pre_norm: as in :class:`EncoderLayer`; a final norm then follows the layers.
         channels, num_heads, ffn_channels, dropout, activation, norm_eps: as in :class:`EncoderLayer`.
-        checkpointing: layers are computed again in the backward pass instead of kept.
-        drop_path: rate of the last layer, as in :class:`EncoderLayer`; it rises evenly from 0 in the first.
+        checkpointing: whether layers are recomputed in the backward pass instead of storing their activations.
+        drop_path: rate of the last layer, as in :class:`EncoderLayer`; it rises linearly from 0 in the first layer.
     """
 
     def __init__(
@@ -154,12 +154,12 @@ class Encoder(nn.Module):
         Args:
             tokens: (B, N, C) float.
             positions: (B, N, C) float, or ``None``.
-            padding_mask: (B, N) bool, True = padded; ``None``: nothing is.
+            padding_mask: (B, N) bool, True = padded; ``None``: nothing is padded.
             level_shapes: (H_l, W_l) of each level; N is the sum of their products.
             position: encoding that acts on the tokens and inside the attention.
 
         Returns:
-            (B, N, C), the memory; what is at padded tokens means nothing.
+            (B, N, C), the memory; its values at padded tokens are meaningless.
         """
         tokens = position.inject(tokens, padding_mask, level_shapes, -1)
         for index, layer in enumerate(self.layers):
@@ -171,16 +171,16 @@ class Encoder(nn.Module):
 
 
 def inside_layer(position: PositionEncoding, **where: Any) -> tuple[Callable | None, Callable | None]:
-    """What an encoding does in the attention and in the feed-forward network of a layer; ``None`` for nothing.
+    """The encoding's functions for a layer's attention and feed-forward network; ``None`` where it does nothing.
 
     Args:
         position: the encoding.
-        where: last three arguments of :meth:`PositionEncoding.place`.
+        where: the last three arguments of :meth:`PositionEncoding.place`.
     """
     place = partial(position.place, **where) if position.acts_in_attention else None
     return place, partial(position.feed, **where) if position.acts_in_ffn else None
 
 
 def rising_rates(last: float, num_layers: int) -> list[float]:
-    """A rate per layer, evenly from 0 in the first to ``last``."""
+    """A rate per layer, rising linearly from 0 in the first layer to ``last``."""
     return [last * index / max(1, num_layers - 1) for index in range(num_layers)]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RT-DETR's hybrid encoder: attention within the coarsest level, convolutions across levels; and D-FINE's lighter form of it.
+"""RT-DETR's hybrid encoder: attention within the coarsest level, convolutions across levels; and D-FINE's lighter version.
 
-On the road of one image: after the neck, before the queries. Padded cells are zero where a convolution looks across cells, and no
-norm counts them.
+Place in the pipeline: after the neck, before the queries. Padded cells are zero where a convolution looks across cells, and norms
+leave them out.
 
 Source: arXiv 2304.08069, section 4.2; arXiv 2410.13842, section 4.3; names of parameters as in lyuwenyu/RT-DETR and
 Peterande/D-FINE.
@@ -26,12 +26,12 @@ from cpvt_det.structures import Levels, flatten_levels, has_padding, level_paddi
 
 
 class ConvNorm(nn.Module):
-    """A convolution without a bias, a norm of the valid cells, and SiLU or nothing.
+    """A convolution without a bias, a norm over the valid cells, and optionally SiLU.
 
     Args:
         inputs, outputs: channels before and after.
         kernel_size: k, odd.
-        norm: name of the norm, as of :func:`cpvt_det.layers.norm.make_norm`.
+        norm: name of the norm, as in :func:`cpvt_det.layers.norm.make_norm`.
         stride: stride of the convolution.
         groups: groups of channels of the convolution.
         activates: whether SiLU follows the norm.
@@ -49,23 +49,24 @@ class ConvNorm(nn.Module):
         """Convolve.
 
         Args:
-            x: (B, C, H, W) float; what lies under the padding does not matter.
+            x: (B, C, H, W) float; values under the padding do not matter.
             valid: (B, 1, H, W) bool, True = valid; ``None``: nothing is padded.
-            after: the same of the output's cells, where a stride makes it another: a level may have padding that the next has not.
+            after: mask of the output's cells, in the form of ``valid``, for a stride above 1. A level may have padding where the
+                next one has none.
         """
         if valid is not None and max(self.conv.kernel_size) > 1:
             x = x.masked_fill(~valid, 0)
         return self.act(self.norm(self.conv(x), valid if self.conv.stride == (1, 1) else after))
 
     def fold(self) -> None:
-        """Merge a batch norm into the convolution, in place, for inference; outputs stay the same up to rounding."""
+        """Merge a batch norm into the convolution, in place, for inference; outputs change by rounding only."""
         if isinstance(self.norm, MaskedBatchNorm2d):
             fold_norm(self.conv, self.norm)
             self.norm = NoNorm()
 
 
 class RepVGGBlock(nn.Module):
-    """The sum of a 3x3 and a 1x1 convolution, each with a norm of its own, and SiLU (arXiv 2101.03697).
+    """The sum of a 3x3 and a 1x1 convolution, each with its own norm, followed by SiLU (arXiv 2101.03697).
 
     Args:
         channels: C.
@@ -84,9 +85,10 @@ class RepVGGBlock(nn.Module):
 
     @torch.no_grad()
     def fold(self) -> None:
-        """Merge norms, and then both convolutions, into the 3x3 one, in place, for inference.
+        """Merge the norms and the 1x1 convolution into the 3x3 convolution, in place, for inference.
 
-        Outputs of valid cells stay the same up to rounding: what the 1x1 convolution sees under the padding, it sees alone.
+        Outputs of valid cells change by rounding only. Those of padded cells may change, because the 1x1 convolution alone also
+        sees the values under the padding.
         """
         if self.conv2 is None or not isinstance(self.conv2.norm, MaskedBatchNorm2d):
             return
@@ -98,12 +100,12 @@ class RepVGGBlock(nn.Module):
 
 
 class CSPLayer(nn.Module):
-    """Two branches of 1x1 convolutions, one of which goes on through blocks, and their sum.
+    """The sum of two branches: each is a 1x1 convolution, and one of them continues through blocks.
 
     Args:
         inputs, outputs: channels before and after.
         hidden: channels of the branches.
-        num_blocks: number of :class:`RepVGGBlock`.
+        num_blocks: number of :class:`RepVGGBlock` in one branch.
         norm: as in :class:`ConvNorm`.
     """
 
@@ -124,12 +126,12 @@ class CSPLayer(nn.Module):
 
 
 class ELANLayer(nn.Module):
-    """D-FINE's: half of the channels goes through two CSP layers, one after the other, and all that was made is joined.
+    """D-FINE's fusion block: half of the channels goes through two CSP layers in turn, and all intermediate results are joined.
 
     Args:
         inputs, outputs: channels before and after.
         hidden: channels of the CSP layers.
-        num_blocks: number of blocks of each.
+        num_blocks: number of blocks of each CSP layer.
         norm: as in :class:`ConvNorm`.
     """
 
@@ -151,7 +153,7 @@ class ELANLayer(nn.Module):
 
 
 class SeparateDown(nn.Module):
-    """D-FINE's step to the next level: a 1x1 convolution, then a depthwise one of stride 2.
+    """D-FINE's step to the next coarser level: a 1x1 convolution, then a depthwise one of stride 2.
 
     Args:
         channels: C.
@@ -172,20 +174,20 @@ FUSIONS = ("csp", "elan")
 
 
 class HybridEncoder(nn.Module):
-    """Attention within the coarsest level (AIFI), a top-down and a bottom-up path across levels.
+    """Attention within the coarsest level (AIFI), then a top-down and a bottom-up path across levels.
 
     Args:
-        num_levels: L; each level has half the cells of the one before, on each side.
+        num_levels: L; each level has half the height and width of the one before.
         channels: channels of the features.
-        outputs: C, of the tokens; where it is another number, or with ``csp``, 1x1 convolutions lead to it.
-        encoder: attention within the coarsest level, of ``channels``.
-        fusion: ``csp``, RT-DETR's, or ``elan``, D-FINE's.
-        expansion: width of the fusion's inner layers, as a part of ``channels``.
+        outputs: C, channels of the tokens. If it differs from ``channels``, or with ``csp``, 1x1 convolutions produce them.
+        encoder: attention within the coarsest level, on ``channels`` channels.
+        fusion: ``csp``, as in RT-DETR, or ``elan``, as in D-FINE.
+        expansion: width of the fusion's inner layers, as a fraction of ``channels``.
         depth: blocks of each CSP layer.
-        norm: ``BN``, ``SyncBN``, ``GN`` or ``none``; over valid cells.
+        norm: ``BN``, ``SyncBN``, ``GN`` or ``none``; norms are over valid cells.
 
     Raises:
-        UnknownNameError: another fusion or norm.
+        UnknownNameError: an unknown fusion or norm.
         ValueError: no level, no block, or inner layers without a channel.
     """
 
@@ -226,7 +228,7 @@ class HybridEncoder(nn.Module):
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The layers of attention."""
+        """The attention layers."""
         return self.encoder.layers
 
     def forward(self, features: Sequence[Tensor], levels: Levels, position: PositionEncoding) -> list[Tensor]:
@@ -238,7 +240,7 @@ class HybridEncoder(nn.Module):
             position: encoding of the coarsest level's cells.
 
         Returns:
-            Over levels, (B, C, H_l, W_l), zero under the padding.
+            A map (B, C, H_l, W_l) per level, zero under the padding.
         """
         valid = [~mask[:, None] if has_padding(mask) else None for mask in levels.masks]
         maps = [*features[:-1], self._attend(features[-1], levels, position)]
@@ -269,7 +271,7 @@ class HybridTransformer(nn.Module):
 
     Args:
         encoder: the hybrid encoder.
-        decoder: decoder of tokens of several levels, as :class:`cpvt_det.models.deformable_detr.DeformableDecoder`.
+        decoder: decoder for tokens of several levels, such as :class:`cpvt_det.models.deformable_detr.DeformableDecoder`.
     """
 
     def __init__(self, encoder: HybridEncoder, decoder: nn.Module):
@@ -288,7 +290,7 @@ class HybridTransformer(nn.Module):
 
 @NECK_REGISTRY.register_as("normed")
 class NormedNeck(nn.ModuleList):
-    """RT-DETR's: a 1x1 convolution and a batch norm per map of the backbone, each of twice the stride of the one before.
+    """RT-DETR's neck: a 1x1 convolution and a batch norm per backbone map. Each map has twice the stride of the one before.
 
     Args:
         map_channels: channels of the backbone's maps, all of which are used.

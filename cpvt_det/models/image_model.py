@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What detectors and classifiers share: a backbone, normalised pixels on a padded canvas, and parts that can be frozen.
+"""The base of detectors and classifiers: a backbone, normalised pixels on a padded canvas, and parts that can be frozen.
 
-Parts have names, as configs give them: ``backbone``, ``encoder``, ``transformer.encoder.layers.0``, ``class_embed``.
+Parts are named as in configs: ``backbone``, ``encoder``, ``transformer.encoder.layers.0``, ``class_embed``.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,18 +15,18 @@ from cpvt_det.structures import PaddedBatch, require_bool
 
 
 class ImageModel(nn.Module):
-    """A model of images of any size, over a backbone.
+    """A model for images of any size, built on a backbone.
 
     Args:
-        backbone: extractor of maps; contract in :data:`cpvt_det.models.backbones.BACKBONE_REGISTRY`.
+        backbone: feature extractor; contract in :data:`cpvt_det.models.backbones.BACKBONE_REGISTRY`.
         pixel_mean, pixel_std: mean and standard deviation per channel, in pixel values from 0 to 255.
 
     Attributes:
-        strides: pixels per cell of each map that the model goes on with.
-        size_divisibility: number that the sides of canvases are multiples of.
+        strides: pixels per cell of each map that the rest of the model uses.
+        size_divisibility: number that the height and width of every canvas must be multiples of.
 
     Raises:
-        TypeError: a backbone that lacks what its contract asks for.
+        TypeError: a backbone that lacks an attribute its contract requires.
     """
 
     strides: list[int]
@@ -36,26 +36,26 @@ class ImageModel(nn.Module):
         super().__init__()
         require_contract(backbone, "backbone", "strides", "channels", "size_divisibility")
         self.backbone = backbone.to(memory_format=torch.channels_last)  # faster on a CPU
-        guard_strided_1x1(self.backbone)  # which in this layout spoil memory, of timm, detectron2 or the user
+        guard_strided_1x1(self.backbone)  # these corrupt memory in this layout, in backbones of timm, detectron2 or the user
         self.frozen: tuple[str, ...] = ()
         self.register_buffer("pixel_mean", torch.tensor(pixel_mean)[:, None, None], persistent=False)
         self.register_buffer("pixel_std", torch.tensor(pixel_std)[:, None, None], persistent=False)
 
     def freeze(self, parts: Sequence[str]) -> None:
-        """Freeze parts: without gradients, and in evaluation mode, so that statistics of norms stay too.
+        """Freeze parts: disable their gradients and keep them in evaluation mode, so that norm statistics do not change either.
 
         Args:
-            parts: names, as of :func:`belongs_to_part`: ``backbone``, ``encoder``, ``class_embed``.
+            parts: names as in :func:`belongs_to_part`: ``backbone``, ``encoder``, ``class_embed``.
 
         Raises:
-            UnknownNameError: a name of no part.
+            UnknownNameError: a name that matches no part.
         """
         freeze(self, parts)
         self.frozen = (*self.frozen, *parts)
         self.train(self.training)
 
     def train(self, mode: bool = True) -> "ImageModel":
-        """Set the mode; what is frozen stays in evaluation."""
+        """Set the mode; frozen parts stay in evaluation mode."""
         super().train(mode)
         for name, module in self.named_modules():
             if any(belongs_to_part(name, part) for part in self.frozen):
@@ -66,9 +66,9 @@ class ImageModel(nn.Module):
         """The images (B, 3, H, W), zero under a padding mask (B, H, W), in channels-last layout.
 
         Raises:
-            TypeError: a mask that is not bool; weights in float16 or bfloat16, after ``half()`` or made under such a default dtype,
-                as boxes and positions are computed in float32 at least.
-            ValueError: a mask of another shape.
+            TypeError: a mask that is not bool, or weights in float16 or bfloat16, whether from ``half()`` or from such a default
+                dtype, because boxes and positions need at least float32.
+            ValueError: a mask of the wrong shape.
         """
         require_bool(padding_mask)
         if padding_mask.shape != (images.shape[0], *images.shape[2:]):
@@ -83,7 +83,7 @@ class ImageModel(nn.Module):
         return images.masked_fill(padding_mask[:, None], 0).contiguous(memory_format=torch.channels_last)
 
     def preprocess(self, images: Sequence[Tensor]) -> PaddedBatch:
-        """Images as the mapper gives them -> one normalised, padded batch on the model's device.
+        """Images from the mapper -> one normalised, padded batch on the model's device.
 
         Args:
             images: each (3, h, w), RGB in [0, 255], any dtype.
@@ -92,10 +92,10 @@ class ImageModel(nn.Module):
 
 
 def require_contract(part: nn.Module, kind: str, *names: str) -> None:
-    """Refuse a part that lacks what its contract says.
+    """Refuse a part that lacks an attribute its contract requires.
 
     Raises:
-        TypeError: a name is missing.
+        TypeError: an attribute is missing.
     """
     missing = [name for name in names if not hasattr(part, name)]
     if missing:
@@ -104,25 +104,25 @@ def require_contract(part: nn.Module, kind: str, *names: str) -> None:
 
 
 def belongs_to_part(name: str, part: str) -> bool:
-    """Whether a module or parameter of a detector is a part, or lies in it.
+    """Whether a module or parameter of a detector is the given part or lies inside it.
 
     Args:
         name: name in ``named_modules`` or ``named_parameters``.
-        part: name of a module or parameter; ``transformer.`` may be omitted.
+        part: name of a module or parameter; the prefix ``transformer.`` may be omitted.
     """
     return f"{name}.".startswith((f"{part}.", f"transformer.{part}."))
 
 
 def require_parts(model: nn.Module, parts: Iterable[str], what: str) -> None:
-    """Refuse names of parts without any parameter.
+    """Refuse names of parts that have no parameters.
 
     Args:
         model: a detector.
-        parts: names, as of :func:`belongs_to_part`.
+        parts: names as in :func:`belongs_to_part`.
         what: purpose of the names, for the error.
 
     Raises:
-        UnknownNameError: with the parts there are.
+        UnknownNameError: a name that matches no parameter; the message lists the existing parts.
     """
     names = [name for name, _ in model.named_parameters()]
     for part in parts:
@@ -132,14 +132,14 @@ def require_parts(model: nn.Module, parts: Iterable[str], what: str) -> None:
 
 
 def freeze(model: nn.Module, parts: Sequence[str]) -> None:
-    """Take the gradients of parts away.
+    """Disable the gradients of parts.
 
     Args:
         model: a detector, changed in place.
-        parts: names, as of :func:`belongs_to_part`.
+        parts: names as in :func:`belongs_to_part`.
 
     Raises:
-        UnknownNameError: a name of no part.
+        UnknownNameError: a name that matches no part.
     """
     require_parts(model, parts, "frozen")
     for name, parameter in model.named_parameters():

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixed query selection: the encoder's best proposals say where queries look, and what they look for is learned.
+"""Mixed query selection: queries take their boxes from the encoder's best proposals, and their content is learned.
 
-On the road of one image: after the encoder, before the decoder; a query source as those of ``models/queries.py``.
+Place in the pipeline: after the encoder, before the decoder; a query source like those of ``models/queries.py``.
 """
 
 from torch import Tensor, nn
@@ -13,30 +13,31 @@ from cpvt_det.structures import Predictions
 
 @QUERY_REGISTRY.register_as("mixed")
 class MixedQueries(BoxPositions, ProposedQueries):
-    """Boxes of the encoder's best proposals, with contents that are learned and the same for every image.
+    """Boxes of the encoder's best proposals, with learned contents that are the same for every image.
 
-    A proposal's token may show a part of an object, or several; so its place is taken and its features are not.
+    The token of a proposal may cover a part of an object, or several objects. So only its box is used, not its features.
 
     Args:
         channels, num_queries, num_logits, prior_probability, nms_threshold, class_proposals, hybrid, denoising: as
             in :class:`ProposedQueries`.
-        shared_content: one content for all queries, so that a trained model may be given another number of queries; ``False``: one
-            per query, the first for the best proposal.
-        refined_positions: the positions of queries follow their boxes from decoder layer to decoder layer, by a network of the
-            boxes' sines; ``False``: they stay those of the proposals.
-        scaled_positions: such positions are multiplied by a function of what the layer before decoded.
-        token_content: nothing is learned: contents are the features of the proposals' tokens, without gradient.
-        position_sines: refined positions are made of the sines of the boxes' numbers; ``False``: of the numbers, as in RT-DETR.
+        shared_content: whether all queries share one content, so that the number of queries of a trained model can be changed;
+            ``False``: one content per query, the first for the best proposal.
+        refined_positions: whether the queries' positions follow their boxes from decoder layer to decoder layer, by a network on
+            the boxes' sines; ``False``: they stay those of the proposals.
+        scaled_positions: whether refined positions are multiplied by a function of the output of the decoder layer before.
+        token_content: whether contents are the features of the proposals' tokens, without gradient, instead of learned.
+        position_sines: whether refined positions are made from the sines of the boxes' numbers; ``False``: from the numbers
+            themselves, as in RT-DETR.
 
-    The positions are those in the unpadded image. DINO's code takes them in the padded map of the finest level instead, so that an
-    answer depends on the batch; where there is no padding, both are the same.
+    Positions refer to the unpadded image. DINO's code takes them in the padded map of the finest level instead, which makes a
+    prediction depend on the batch. Without padding, both are the same.
 
     Raises:
-        ValueError: as in :class:`ProposedQueries`; scaled positions, or positions of numbers, that are not refined; shared
-            contents of tokens.
+        ValueError: as in :class:`ProposedQueries`; ``scaled_positions``, or ``position_sines`` False, without
+            ``refined_positions``; ``shared_content`` together with ``token_content``.
 
-    Source: arXiv 2203.03605, section 3.4, and IDEA-Research/DINO ``deformable_transformer.py``; without refined positions
-    HDETR/H-Deformable-DETR; the refined positions from arXiv 2201.12329, section 4.2; scaled ones and contents of tokens as in the
+    Source: arXiv 2203.03605, section 3.4, and IDEA-Research/DINO ``deformable_transformer.py``; without refined positions,
+    HDETR/H-Deformable-DETR. Refined positions follow arXiv 2201.12329, section 4.2; scaled positions and token contents follow the
     two-stage model of IDEA-Research/detrex ``projects/dab_deformable_detr``.
     """
 
@@ -75,7 +76,7 @@ class MixedQueries(BoxPositions, ProposedQueries):
         return Queries(content, self.place(references), references, proposals, place=place)
 
     def place(self, boxes: Tensor, decoded: Tensor | None = None) -> Tensor:
-        """The positions of queries, (B, Q, C), at boxes; arguments as of :meth:`BoxPositions.place`."""
+        """The positions of queries at boxes, (B, Q, C); arguments as in :meth:`BoxPositions.place`."""
         if self.refined_positions:
             return super().place(boxes, decoded)
         return ProposedQueries.place(self, boxes)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Necks: from a backbone's maps to the features of the transformer's levels.
 
-On the road of one image: after ``models/backbones/``, before the encoder. What lies under the padding is zero where the encoder
-receives it; layers that mix cells mask their own inputs.
+Place in the pipeline: after ``models/backbones/``, before the encoder. The features that the encoder receives are zero under the
+padding; layers that mix cells mask their own inputs.
 """
 
 from collections.abc import Sequence
@@ -15,27 +15,27 @@ from cpvt_det.registry import PartRegistry
 from cpvt_det.structures import Levels, has_padding, level_padding_mask
 
 NECK_REGISTRY = PartRegistry("NECK", "neck")
-"""Name -> builder of a neck, called with those of ``map_channels`` and ``map_strides`` (of the backbone's maps), ``channels``,
-``num_levels`` and ``mask_padding`` that it names, and with the options of ``MODEL.NECK``.
+"""Name -> builder of a neck. It is called with the options of ``MODEL.NECK``, and with whichever of these its signature names:
+``map_channels`` and ``map_strides`` (of the backbone's maps), ``channels``, ``num_levels`` and ``mask_padding``.
 
 The contract of a neck, an ``nn.Module``:
 
 - ``strides``: pixels per cell of each level, from the finest to the coarsest;
-- ``forward(maps, padding_mask) -> (features, levels)``: the maps (B, C_l, H_l, W_l) of the backbone and the (B, H, W) mask of the
-  images -> over levels (B, C, H_l, W_l) features, **zero under the padding**, and their :class:`Levels`.
+- ``forward(maps, padding_mask) -> (features, levels)``: takes the maps (B, C_l, H_l, W_l) of the backbone and the (B, H, W) mask of
+  the images; returns features (B, C, H_l, W_l) per level, **zero under the padding**, and their :class:`Levels`.
 """
 
 
 @NECK_REGISTRY.register_as("projection")
 class ProjectionNeck(nn.Conv2d):
-    """DETR's: one level, a 1x1 convolution of the backbone's last map.
+    """DETR's neck: one level, a 1x1 convolution of the backbone's last map.
 
     Args:
         map_channels: channels of the backbone's maps.
         map_strides: strides of the backbone's maps.
         channels: C.
 
-    Source: arXiv 2005.12872, section 3.2; the name of its parameters, ``input_proj``, from facebookresearch/detr.
+    Source: arXiv 2005.12872, section 3.2; the parameter name ``input_proj`` comes from facebookresearch/detr.
     """
 
     def __init__(self, map_channels: Sequence[int], map_strides: Sequence[int], channels: int):
@@ -46,7 +46,7 @@ class ProjectionNeck(nn.Conv2d):
         """Project; arguments and result as in :data:`NECK_REGISTRY`."""
         mask = level_padding_mask(padding_mask, self.strides[0])
         features = super().forward(maps[-1])
-        # Padded tokens are never seen again; zero keeps a non-finite one out of 0 * value in the attention.
+        # Padded tokens get no attention weight, but 0 * inf would be NaN: zeros keep non-finite values out.
         if has_padding(mask):
             features = features.masked_fill(mask[:, None], 0)
         return [features], Levels.from_masks([mask], full_precision(features).dtype)
@@ -54,14 +54,14 @@ class ProjectionNeck(nn.Conv2d):
 
 @NECK_REGISTRY.register_as("multi_level")
 class MultiLevelNeck(nn.ModuleList):
-    """Deformable-DETR's: a 1x1 convolution per map of the backbone, then 3x3 ones of stride 2, each of the level before.
+    """Deformable-DETR's neck: a 1x1 convolution per backbone map; further levels by 3x3 convolutions of stride 2, one by one.
 
     Args:
         map_channels: channels of the backbone's maps, all of which are used.
         map_strides: strides of the backbone's maps.
         channels: C.
         num_levels: L, at least the number of maps.
-        mask_padding: leave padded cells out of the norms; ``False`` is the official arithmetic.
+        mask_padding: leave padded cells out of the norms; ``False`` includes them, as the official code does.
 
     Raises:
         ValueError: fewer levels than maps.
@@ -96,7 +96,7 @@ class MultiLevelNeck(nn.ModuleList):
 
 
 def _projections(map_channels: Sequence[int], channels: int, num_levels: int) -> list[nn.Sequential]:
-    """One projection per level: 1x1 convolutions of the maps, then 3x3 ones of stride 2."""
+    """One projection per level: 1x1 convolutions of the maps, then 3x3 convolutions of stride 2."""
     inputs = [*map_channels, map_channels[-1], *[channels] * num_levels][:num_levels]
     projections = []
     for index, width in enumerate(inputs):

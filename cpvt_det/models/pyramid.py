@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The neck of a backbone that has one map: levels of other strides are made of that map alone."""
+"""The neck for a backbone with a single map: levels of other strides are made from that map alone."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ from cpvt_det.structures import Levels, has_padding, level_padding_mask
 
 @NECK_REGISTRY.register_as("simple_pyramid")
 class SimplePyramid(nn.ModuleList):
-    """ViTDet's: finer levels by deconvolutions of the backbone's last map, coarser ones by its maxima, each then convolved twice.
+    """ViTDet's neck: finer levels by deconvolutions of the backbone's last map, coarser ones by max pooling, all convolved twice.
 
     Args:
         map_channels: channels of the backbone's maps.
@@ -23,7 +23,7 @@ class SimplePyramid(nn.ModuleList):
         first_stride: stride of the finest level, a power of 2.
 
     Raises:
-        ValueError: a stride that is no power of 2, or that the map would be finer than by more than four deconvolutions.
+        ValueError: a first stride that is not a power of 2, or that would take more than four deconvolutions to reach.
 
     Source: arXiv 2203.16527, section 3 and appendix A.2; norms are over the channels of each cell.
     """
@@ -44,7 +44,7 @@ class SimplePyramid(nn.ModuleList):
 
 
 class _Level(nn.Module):
-    """One level; what it sees across cells is zero under the padding.
+    """One level; inputs of its layers that look across cells are zero under the padding.
 
     Args:
         width: channels of the map.

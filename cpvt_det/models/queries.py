@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Query sources: what the decoder starts from. Learned, or the encoder's best proposals (two stages).
+"""Query sources: what the decoder starts from, either learned queries or the encoder's best proposals (two stages).
 
-On the road of one image: after the encoder, before the decoder.
+Place in the pipeline: after the encoder, before the decoder.
 
 Source: arXiv 2005.12872, section 3.2; arXiv 2010.04159, sections 4.1, 4.2 and A.4; names of parameters as in the official code.
 """
@@ -22,16 +22,17 @@ from cpvt_det.position.sine import sines
 from cpvt_det.registry import PartRegistry
 from cpvt_det.structures import PROPOSAL_LABEL, Levels, Predictions, Targets
 
-PADDED_LOGIT = -50.0  # of padded tokens: a probability of 2e-22, and no gradient; matched to an object, still a small loss
-FINEST_SIDE = 0.05  # of a proposal on the finest level, in sides of the image; it doubles with every level
+PADDED_LOGIT = -50.0  # logit of padded tokens: probability 2e-22, no gradient, and a small loss even if matched to an object
+FINEST_SIDE = 0.05  # side of a proposal on the finest level, as a part of the image's side; it doubles with every level
 
 
 QUERY_REGISTRY = PartRegistry("QUERIES", "query source")
-"""Name -> builder of a query source, called with those of ``channels``, ``num_queries``, ``num_logits``, ``prior_probability``
-and ``needs_references`` (whether the decoder looks around points) that it names, and with the options of ``MODEL.QUERIES``.
+"""Name -> builder of a query source. It is called with the options of ``MODEL.QUERIES``, and with whichever of these its signature
+names: ``channels``, ``num_queries``, ``num_logits``, ``prior_probability`` and ``needs_references`` (whether the decoder looks
+around points).
 
-The contract of a query source, an ``nn.Module``: ``num_queries``, Q; and ``forward(memory, levels, targets=None) -> Queries``,
-with the (B, N, C) tokens of the encoder's memory, their :class:`Levels`, and in training the targets of the B images.
+The contract of a query source, an ``nn.Module``: ``num_queries``, Q; and ``forward(memory, levels, targets=None) -> Queries``. Its
+arguments are the (B, N, C) tokens of the encoder's memory, their :class:`Levels`, and in training the targets of the B images.
 """
 
 
@@ -44,17 +45,18 @@ class Queries:
         positions: (B, Q, C) float.
         references: (B, Q, 2) points or (B, Q, 4) boxes, cxcywh, in [0, 1] of the unpadded image; ``None`` where the decoder
             attends to all tokens.
-        proposals: logits (1, B, N, K') and boxes (1, B, N, 4) of all tokens, where the queries were chosen from them, or of the
-            chosen tokens alone.
-        attention_mask: (Q, Q) float, added to the scores of the queries' self-attention, -inf where one must not see another;
+        proposals: logits (1, B, N, K') and boxes (1, B, N, 4) of all tokens, or of the chosen tokens alone, where the queries
+            were chosen from tokens.
+        attention_mask: (Q, Q) float, added to the scores of the queries' self-attention; -inf where a query must not see another.
             ``None``: all see all.
-        num_denoising: number of queries, the first ones, that exist in training only and that only the loss sees.
-        objects: (B, ``num_denoising``) int64, index of the target that each of these stands for; -1: none, as for a negative.
-        groups: number of times that each target is among ``objects``.
-        num_hybrid: number of queries, the last ones, that exist in training only and that the loss matches with every object
-            several times.
-        place: function from (B, Q, 4) boxes, as corrected by a decoder layer, and the (B, Q, C) queries that it decoded, to the
-            (B, Q, C) positions in the next layer; ``None``: positions stay.
+        num_denoising: number of denoising queries. They come first, and exist in training only, for the loss.
+        objects: (B, ``num_denoising``) int64, index of the target that each denoising query stands for; -1 if none, as for a
+            negative.
+        groups: number of times that each target occurs in ``objects``.
+        num_hybrid: number of queries of the hybrid branch. They come last and exist in training only; the loss matches each object
+            with several of them.
+        place: function from the (B, Q, 4) boxes corrected by a decoder layer and the (B, Q, C) queries that it decoded to the
+            (B, Q, C) positions in the next layer; ``None``: positions do not change.
     """
 
     content: Tensor
@@ -69,7 +71,7 @@ class Queries:
     place: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def split(self, predictions: Predictions) -> Predictions:
-        """The decoder's predictions (D, B, Q, ...), with the groups that only the loss sees beside them.
+        """The decoder's predictions (D, B, Q, ...), with the query groups that only the loss sees split off.
 
         Raises:
             ValueError: denoising queries without their objects.
@@ -96,7 +98,7 @@ class Queries:
 
 
 class QueryEmbedding(nn.Embedding):
-    """DETR's: a learned position per query, the same for every image; the content starts at zero.
+    """DETR's queries: a learned position per query, the same for every image; the content starts at zero.
 
     Args:
         channels: C.
@@ -111,13 +113,13 @@ class QueryEmbedding(nn.Embedding):
         self.num_queries = num_queries
 
     def forward(self, memory: Tensor, levels: Levels, targets: Sequence[Targets] | None = None) -> Queries:
-        """The queries; of the (B, N, C) memory only B counts."""
+        """The queries; only the batch size B of the (B, N, C) memory matters."""
         positions = self.weight.expand(memory.shape[0], -1, -1)
         return Queries(torch.zeros_like(positions), positions)
 
 
 class LearnedQueries(nn.Module):
-    """The same queries for every image, each with a point of its own.
+    """The same learned queries for every image, each with its own reference point.
 
     Args:
         channels: C.
@@ -136,7 +138,7 @@ class LearnedQueries(nn.Module):
         nn.init.zeros_(self.reference_points.bias)
 
     def forward(self, memory: Tensor, levels: Levels, targets: Sequence[Targets] | None = None) -> Queries:
-        """The queries; of the (B, N, C) memory only B counts."""
+        """The queries; only the batch size B of the (B, N, C) memory matters."""
         positions, content = self.query_embed.weight.expand(memory.shape[0], -1, -1).chunk(2, dim=-1)
         with without_autocast(memory):
             references = self.reference_points(full_precision(positions)).sigmoid()
@@ -151,26 +153,26 @@ def learned_queries(channels: int, num_queries: int, needs_references: bool) -> 
 
 @QUERY_REGISTRY.register_as("proposals")
 class ProposedQueries(nn.Module):
-    """Every token of the memory proposes a box; those that most look like an object become the queries.
+    """Every token of the memory proposes a box; the proposals that look most like objects become the queries.
 
-    What an object is, is learned on the logits of class 0; the classes themselves are the decoder's.
+    Objectness is learned on the logits of class 0; the decoder predicts the classes.
 
     Args:
         channels: C, a multiple of 4.
         num_queries: Q.
         num_logits: K'.
         prior_probability: probability of an object at the start.
-        nms_threshold: proposals that overlap a better one by a larger intersection over union are chosen after all others
-            (as in arXiv 2212.06137); 1 for none.
-        class_proposals: proposals have classes, of which the best decides which are chosen, and the loss sees the chosen ones
-            alone, as in DINO's code.
-        hybrid: number of queries beside the Q, from the next best proposals, that exist in training only: the loss matches them
-            with every object several times. The two groups do not see each other (arXiv 2207.13080, section 3).
-        denoising: module that puts further queries of training before the others, as
-            :class:`cpvt_det.models.denoising.ContrastiveDenoising`; ``None``: none.
+        nms_threshold: intersection over union with a better proposal above which a proposal is chosen only after all others
+            (as in arXiv 2212.06137); 1 switches this off.
+        class_proposals: proposals have classes and are chosen by their best class; the loss sees only the chosen ones, as in
+            DINO's code.
+        hybrid: number of additional queries, from the next best proposals, that exist in training only. The loss matches each
+            object with several of them. The two groups do not see each other (arXiv 2207.13080, section 3).
+        denoising: module that puts additional training queries before the others, such as
+            :class:`cpvt_det.models.denoising.ContrastiveDenoising`; ``None``: no such queries.
 
     Raises:
-        ValueError: channels that are no multiple of 4, a threshold outside (0, 1], no queries, or a negative number of hybrid ones.
+        ValueError: channels that are not a multiple of 4, a threshold outside (0, 1], no queries, or a negative ``hybrid``.
     """
 
     def __init__(
@@ -212,11 +214,11 @@ class ProposedQueries(nn.Module):
         Args:
             memory: (B, N, C) float.
             levels: layout of the tokens.
-            targets: targets of the B images, in training; without them there are no queries for training alone.
+            targets: targets of the B images, in training; without them, no training-only queries are made.
 
         Returns:
-            Q queries per image, whatever N is: an image of fewer tokens gets empty ones beside them. In training those of the
-            hybrid branch after them, and those of denoising before.
+            Q queries per image, whatever N is: if there are fewer tokens, empty ones are added. In training, the queries of the
+            hybrid branch come after them and the denoising queries before them.
         """
         learning = self.training and targets is not None
         hybrid = self.hybrid if learning else 0
@@ -242,16 +244,16 @@ class ProposedQueries(nn.Module):
         return self._transform(boxes).chunk(2, dim=-1)[0]
 
     def _queries(self, references: Tensor, proposals: Predictions, tokens: Tensor) -> Queries:
-        """Queries at (B, Q, 4) boxes, which were proposed by (B, Q, C) tokens."""
+        """Queries at (B, Q, 4) boxes that were proposed by (B, Q, C) tokens."""
         positions, content = self._transform(references).chunk(2, dim=-1)
         return Queries(content, positions, references, proposals)
 
     def _transform(self, boxes: Tensor) -> Tensor:
-        """(B, Q, 4) boxes -> (B, Q, 2 C): positions, and contents, of queries there."""
+        """(B, Q, 4) boxes -> (B, Q, 2 C): positions and contents of the queries at these boxes."""
         return self.pos_trans_norm(self.pos_trans(sines_of_boxes(boxes, self.channels // 2)))
 
     def _choose(self, proposals: Predictions, count: int) -> Tensor:
-        """(B, ``count``) tokens, the best first."""
+        """Indices (B, ``count``) of the chosen tokens, the best first."""
         logits = proposals.logits[0].detach()
         scores = logits.amax(-1) if self.class_proposals else logits[..., PROPOSAL_LABEL]
         if self.nms_threshold == 1:
@@ -260,10 +262,10 @@ class ProposedQueries(nn.Module):
         return nms_topk(boxes, scores, scores == PADDED_LOGIT, self.nms_threshold, count)
 
     def _propose(self, memory: Tensor, levels: Levels, count: int) -> tuple[Predictions, Tensor]:
-        """Logits (1, B, N', K') and boxes (1, B, N', 4), with N' = max(N, ``count``) for a choice of as many; and the (B, N', C)
-        tokens that they are made of."""
+        """Logits (1, B, N', K') and boxes (1, B, N', 4), and the (B, N', C) tokens that they are made from; N' = max(N, ``count``),
+        so that ``count`` can be chosen."""
         missing = count - memory.shape[1]
-        # An exported program takes any number of tokens; of plain numbers torch 2.9 compiles no sym_max.
+        # An exported program takes any number of tokens; torch 2.9 cannot compile sym_max of plain numbers.
         missing = torch.sym_max(0, missing) if isinstance(missing, torch.SymInt) else max(0, missing)
         memory = F.pad(memory, (0, 0, 0, missing))
         anchors = F.pad(_anchors(levels), (0, 0, 0, missing))
@@ -273,7 +275,7 @@ class ProposedQueries(nn.Module):
         with without_autocast(memory):
             tokens = full_precision(tokens)
             logits = self.class_embed(tokens).masked_fill(padded, PADDED_LOGIT)
-            # An infinite start makes the box of an unusable token a constant without gradient.
+            # An infinite start turns the box of an unusable token into a constant without gradient.
             start = anchors.masked_fill(~usable, 0.5).logit().masked_fill(~usable, math.inf)
             boxes = (self.bbox_embed(tokens) + start).sigmoid()
         return Predictions(logits[None], boxes[None]), tokens
@@ -284,16 +286,16 @@ def sines_of_boxes(boxes: Tensor, channels: int) -> Tensor:
 
     Args:
         boxes: (..., 4) float in [0, 1].
-        channels: number of them per number of a box, even.
+        channels: number of sines and cosines per number of a box, even.
 
     Returns:
-        (..., 4 ``channels``), one number after another.
+        (..., 4 ``channels``), one number of the box after another.
     """
     return sines(boxes * (2 * math.pi), channels).flatten(-2)
 
 
 def _with_hybrid(queries: Queries, count: int) -> Queries:
-    """The queries, of which the last ``count`` are the hybrid branch: no query of one group sees one of the other."""
+    """The queries, with the last ``count`` as the hybrid branch: queries of one group do not see those of the other."""
     total = queries.content.shape[1]
     mask = queries.content.new_zeros(total, total)
     mask[-count:, :-count] = mask[:-count, -count:] = -math.inf
@@ -309,7 +311,7 @@ def at_least_one(num_queries: int) -> int:
     """The number of queries.
 
     Raises:
-        ValueError: none.
+        ValueError: a number below 1.
     """
     if num_queries < 1:
         raise ValueError(f"num_queries must be at least 1, got {num_queries}")
@@ -317,7 +319,7 @@ def at_least_one(num_queries: int) -> int:
 
 
 def _anchors(levels: Levels) -> Tensor:
-    """(B, N, 4) cxcywh in the frame of the unpadded image: the boxes that proposals start from."""
+    """The boxes that proposals start from, (B, N, 4) cxcywh in the frame of the unpadded image."""
     centers = levels.centers()
     sides = [FINEST_SIDE * 2**level for level in range(len(levels.shapes))]
     cells = [height * width for height, width in levels.shapes]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """RT-DETR and D-FINE: a hybrid encoder, queries from its best proposals, a decoder that refines their boxes.
 
-On the road of one image: the parts that ``models/detector.py`` calls.
+Place in the pipeline: the parts that ``models/detector.py`` calls.
 """
 
 from collections.abc import Sequence
@@ -18,24 +18,24 @@ from cpvt_det.position.encoding import PositionEncoding
 
 
 class RealTimeDETR(Detector):
-    """RT-DETR; with a decoder that refines distributions, D-FINE.
+    """RT-DETR, or D-FINE if the decoder refines distributions.
 
     Args:
-        backbone: a module by the contract of :data:`cpvt_det.models.backbones.BACKBONE_REGISTRY`; of its maps all are used.
+        backbone: a module by the contract of :data:`cpvt_det.models.backbones.BACKBONE_REGISTRY`; all its maps are used.
         position: encoding of the coarsest level's cells.
         transformer: hybrid encoder and decoder.
         neck: neck that makes features of the encoder's channels.
         channels: C, of the tokens and queries.
         num_queries: Q.
-        num_logits: K', what the classification needs for K classes.
-        prior_probability: probability of every class at the start.
+        num_logits: K', the number of logits that the classification needs for K classes.
+        prior_probability: initial probability of every class.
         pixel_mean, pixel_std: mean and standard deviation per channel, in pixel values from 0 to 255.
-        frozen: parts that are not trained, as of :meth:`Detector.freeze`.
+        frozen: names of parts that are not trained, as in :meth:`Detector.freeze`.
         queries: query source; ``None``: :class:`MixedQueries` with contents and classes of the proposals' tokens.
 
     Raises:
-        UnknownNameError: no part of this name to freeze.
-        ValueError: no queries, or an encoder of another number of levels than the neck.
+        UnknownNameError: a name in ``frozen`` that matches no part.
+        ValueError: no queries, or a different number of levels in the encoder than in the neck.
 
     Source: arXiv 2304.08069, arXiv 2407.17140 (RT-DETRv2), arXiv 2410.13842 (D-FINE).
     """

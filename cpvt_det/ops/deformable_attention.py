@@ -2,7 +2,7 @@
 """ms_deform_attn: the sampling core of deformable attention, fused on CPU and CUDA, in torch alone elsewhere.
 
 The fused kernels are the operators ``cpvt_det::ms_deform_attn`` and ``cpvt_det::ms_deform_attn_backward``, so that compiled
-programs hold one node for each.
+programs contain one node for each.
 """
 
 import functools
@@ -24,7 +24,7 @@ from cpvt_det.structures import Size
 logger = logging.getLogger("cpvt_det")
 PLAIN = {"eager": embedding_bag_attention, "export": gather_attention, "grid_sample": grid_sample_attention}
 IMPLEMENTATIONS = ("auto", "numba", "triton", *PLAIN)
-FUSED = {"numba": "cpu", "triton": "cuda"}  # and the devices they serve
+FUSED = {"numba": "cpu", "triton": "cuda"}  # fused implementation -> its device
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -35,30 +35,33 @@ def ms_deform_attn(
     attention_weights: Tensor,
     implementation: str = "auto",
 ) -> Tensor:
-    """Sum, for every query and head, bilinear samples of the value maps, each times its attention weight.
+    """Sum bilinear samples of the value maps for every query and head, each multiplied by its attention weight.
 
-    A location ``x`` lies at pixel ``x * W_l - 0.5`` of its level, so that 0 and 1 are the outer borders of the map; what lies
-    outside reads zero. Sums are float32 at least. On the CPU half precision is computed through float32, and under autocast
-    so are all inputs. Where ``torch.use_deterministic_algorithms`` is on, the backward pass is deterministic.
+    A location ``x`` lies at pixel ``x * W_l - 0.5`` of its level, so that 0 and 1 are the outer borders of the map; samples outside
+    read zero. Sums are in at least float32. On the CPU, half precision is computed in float32, and so are all inputs under
+    autocast. If ``torch.use_deterministic_algorithms`` is on, the backward pass is deterministic.
 
     Args:
-        value: (B, N, M, D) float, the maps of all levels one behind the other, row by row; D is the width of one head here.
-        level_shapes: (H_l, W_l) of every level, which sum to N tokens.
-        sampling_locations: (B, Q, M, L, P, 2) xy, [0, 1] of the padded map; of value's dtype, or float32 beside a half value.
-        attention_weights: (B, Q, M, L, P), of value's dtype, or float32 beside a half value.
+        value: (B, N, M, D) float, the maps of all levels one after another, row by row; D is the width of one head.
+        level_shapes: (H_l, W_l) of every level; their products sum to N tokens.
+        sampling_locations: (B, Q, M, L, P, 2) xy, [0, 1] of the padded map; in value's dtype, or float32 if value is in half
+            precision.
+        attention_weights: (B, Q, M, L, P), in value's dtype, or float32 if value is in half precision.
         implementation: ``numba`` (CPU), ``triton`` (CUDA), ``eager`` (torch alone, any device), ``export`` (plain aten, which
-            takes symbolic shapes), ``grid_sample`` (torch's operator of that name, for inference), or ``auto``: the fused one
-            of the device where there is one, else ``eager``; and ``export`` during ``torch.export``.
+            takes symbolic shapes), ``grid_sample`` (torch's operator of that name, for inference), or ``auto``: ``export`` during
+            ``torch.export``, else the device's fused implementation if it is available, else ``eager``.
 
     Returns:
-        (B, Q, M * D) of value's dtype; NaN for a query with a location that is NaN, on a CPU also with an infinite one, which is
-        outside on a GPU; for ``grid_sample`` both are outside.
+        (B, Q, M * D) in value's dtype. A query with a NaN location gives NaN. An infinite location gives NaN on a CPU, and counts
+        as outside on a GPU. For ``grid_sample``, NaN and infinite locations are outside.
 
     Raises:
-        ValueError: shapes that disagree, levels without a pixel, no points, several devices, or an implementation of another one.
-        TypeError: what is no tensor, dtypes that are not float or do not go together, or level shapes that are no integers.
+        ValueError: shapes that disagree, levels without a pixel, no points, several devices, or an implementation for a different
+            device.
+        TypeError: an argument that is not a tensor, dtypes that are not float or do not match, or level shapes that are not
+            integers.
         ImportError: an implementation whose package cannot be imported.
-        UnknownNameError: an implementation of another name.
+        UnknownNameError: an unknown implementation.
 
     Source: arXiv 2010.04159, equation 3; fundamentalvision/Deformable-DETR ``models/ops``.
     """
@@ -91,7 +94,7 @@ def _choose(device_type: str) -> str:
 
 @functools.cache
 def _kernels(implementation: str) -> ModuleType | Exception:
-    """The module of a fused implementation, imported at its first use because that takes a while; or why there is none."""
+    """The module of a fused implementation, or the error of its import, which is slow and so is delayed until the first use."""
     try:
         with no_garbage_collection():
             module = importlib.import_module(f"cpvt_det.ops.deformable_{implementation}")
@@ -103,14 +106,14 @@ def _kernels(implementation: str) -> ModuleType | Exception:
         return error
 
 
-@torch.compiler.assume_constant_result  # torch 2.9 cannot compile the question
+@torch.compiler.assume_constant_result  # torch 2.9 cannot compile this check
 def _has_autocast(device_type: str) -> bool:
     return torch.amp.is_autocast_available(device_type)
 
 
 @torch.compiler.assume_constant_result
 def _is_left_out(implementation: str) -> bool:
-    """Whether ``CPVT_DET_WITHOUT`` leaves out the kernel that is chosen by itself."""
+    """Whether ``CPVT_DET_WITHOUT`` switches off the kernel that would be chosen automatically."""
     return implementation == "numba" and not routes.is_on("deformable")
 
 

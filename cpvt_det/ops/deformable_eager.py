@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Deformable attention in torch alone: for devices without a kernel of ours, and for exported programs.
 
-The first two take the rows of ``value`` that lie around a sample, weighted by their distance to it; a corner outside the map counts
-zero. The third leaves that to torch's own operator.
+The first two functions sum the rows of ``value`` around a sample, weighted by distance; a corner outside the map counts as zero.
+The third leaves this to torch's own operator.
 """
 
 import torch
@@ -33,7 +33,7 @@ def gather_attention(value: Tensor, level_shapes: LevelShapes, locations: Tensor
 
 
 def grid_sample_attention(value: Tensor, level_shapes: LevelShapes, locations: Tensor, weights: Tensor) -> Tensor:
-    """``ms_deform_attn`` by ``grid_sample``, for runtimes that have a kernel for it; a NaN location is one outside the map."""
+    """``ms_deform_attn`` by ``grid_sample``, for runtimes that have a kernel for it; a NaN location counts as outside the map."""
     dtype = torch.promote_types(value.dtype, torch.float32)
     maps = value.to(dtype).permute(0, 2, 3, 1).flatten(0, 1)  # (B, N, M, D) -> (B * M, D, N)
     grids = (2 * locations.to(dtype) - 1).transpose(1, 2).flatten(0, 1)  # -> (B * M, Q, L, P, 2), [-1, 1] of the map
@@ -62,7 +62,7 @@ def _corners(shape: torch.Size, level_shapes: LevelShapes, locations: Tensor, we
     for row, vertical in ((y0, 1 - below), (y0 + 1, below)):
         for column, horizontal in ((x0, 1 - right), (x0 + 1, right)):
             inside = (column >= 0) & (column < width) & (row >= 0) & (row < height)
-            # A factor 0 where nothing is read, and still NaN where the location is; integers are clamped, because NaN has none.
+            # The factor is 0 outside the map, and stays NaN for a NaN location. Integers are clamped, because NaN has none.
             factors.append(weights * vertical * horizontal * inside)
             cell = row.long().clamp(min=0).minimum(height - 1) * width + column.long().clamp(min=0).minimum(width - 1)
             corners.append((image + first + cell) * heads + head)
@@ -70,7 +70,7 @@ def _corners(shape: torch.Size, level_shapes: LevelShapes, locations: Tensor, we
 
 
 def _level_columns(level_shapes: LevelShapes, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Heights, widths and first tokens, each (L, 1) int64; made by ``full``, which takes symbolic numbers and copies nothing."""
+    """Heights, widths and first tokens, each (L, 1) int64; made by ``full``, which takes symbolic numbers and needs no copy."""
     heights, widths = zip(*level_shapes, strict=True)
     first = [0]
     for height, width in level_shapes[:-1]:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CPU kernels of deformable attention: one pass forward, one pass backward, nothing stored between the two.
 
-The channels of one head at one token are one record, so that the width of a head is part of an array's type: a kernel is
-compiled for its width at first use, and kept on disk. Records are added and multiplied as vectors of the processor; nothing
-else about the arithmetic is relaxed.
+The channels of one head at one token are one record, so that the width of a head is part of an array's type. A kernel is
+compiled for this width at first use and cached on disk. Records are added and multiplied as vectors of the processor. Apart from
+the order of sums over channels, the arithmetic is not relaxed.
 
-The forward pass is cut over queries, the backward pass over heads, so that no two threads add to the same number: results do
+The forward pass is split by queries and the backward pass by heads, so that no two threads add to the same number. Results do
 not depend on the thread count.
 
-Long for one file, because numba compares the time of this file alone to decide whether a kernel on disk is still valid.
+The file is long because numba checks only this file's modification time to decide whether a cached kernel is still valid.
 """
 
 import functools
@@ -23,8 +23,8 @@ from torch import Tensor
 
 from cpvt_det.ops.numba_threads import Kernel, cut, inlined, run
 
-QUERY_BLOCK = 64  # queries that one head serves before the next does: their samples overlap, and still lie in the cache
-SUMS = ("contract", "reassoc", "nsz")  # sums over channels may be reordered to fill a register; NaN and infinity are kept
+QUERY_BLOCK = 64  # queries processed for one head before the next head; their samples overlap and are still in the cache
+SUMS = ("contract", "reassoc", "nsz")  # sums over channels may be reordered to fill a register; NaN and infinity stay correct
 
 
 def _record(context, builder, pointer_type, pointer, index):
@@ -38,7 +38,7 @@ def _record(context, builder, pointer_type, pointer, index):
 
 @intrinsic
 def _memory(typing, array):
-    """The bare memory of an array: numba counts references whenever an array is handed on, once for every point."""
+    """The bare memory of an array, because numba would count references whenever an array is passed on, once per point."""
 
     def generate(context, builder, signature, args):
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
@@ -98,7 +98,7 @@ def _dot(typing, xs, row, values, other):
 
 @inlined
 def _pull(out, row, value, a, right, down, inside, x, y, weight, one):
-    """out[row] += weight * the sample between the records a, a + right, a + down and a + down + right, as far as inside."""
+    """out[row] += weight * the sample between records a, a + right, a + down and a + down + right, without those outside."""
     w0, w1 = (one - y) * weight, y * weight
     if inside[0] and inside[1] and inside[2] and inside[3]:
         rows = a, a + right, a + down, a + down + right
@@ -116,7 +116,7 @@ def _pull(out, row, value, a, right, down, inside, x, y, weight, one):
 
 @inlined
 def _push(grad, row, value, grad_value, a, right, down, inside, x, y, weight, one):
-    """Add to the gradient of the records around a sample; returns grad[row] times each of them, and zero for one outside."""
+    """Add to the gradient of the records around a sample. Return the product of grad[row] with each record, or zero outside."""
     w0, w1 = (one - y) * weight, y * weight
     at_a = at_b = at_c = at_d = one - one
     if inside[0] and inside[1]:
@@ -199,15 +199,15 @@ def _backward(grad, value, steps, levels, locations, weights, grad_value, grad_l
 
 
 def is_available() -> bool:
-    """Wherever this module can be imported."""
+    """Always true, because this module can be imported only where its kernels work."""
     return True
 
 
 def forward(value: Tensor, level_shapes: Sequence[int], sampling_locations: Tensor, attention_weights: Tensor) -> Tensor:
-    """``ms_deform_attn`` of inputs already checked, with level shapes as flat (h0, w0, h1, w1, ...).
+    """``ms_deform_attn`` for checked inputs, with level shapes as flat (h0, w0, h1, w1, ...).
 
     Returns:
-        (B, Q, M * D) of value's dtype; NaN for queries with a location that is NaN or infinite.
+        (B, Q, M * D) in value's dtype; NaN for queries with a NaN or infinite location.
     """
     batch, _, heads, width = value.shape
     queries, points = attention_weights.shape[1], attention_weights.shape[3] * attention_weights.shape[4]
@@ -231,7 +231,7 @@ def forward(value: Tensor, level_shapes: Sequence[int], sampling_locations: Tens
 def backward(
     grad_output: Tensor, value: Tensor, level_shapes: Sequence[int], sampling_locations: Tensor, attention_weights: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of ``forward`` with respect to value, sampling locations and attention weights, each of its dtype."""
+    """The gradients of ``forward`` with respect to value, sampling locations and attention weights, each in its own dtype."""
     batch, tokens, heads, width = value.shape
     queries, points = attention_weights.shape[1], attention_weights.shape[3] * attention_weights.shape[4]
     inputs = value, sampling_locations, attention_weights
@@ -260,12 +260,12 @@ def backward(
 
 
 def _is_head_major(value: Tensor, num_queries: int) -> bool:
-    """With many queries a copy of the maps, each head's by itself, pays: M times as much of a head lies in the cache."""
+    """Whether to copy the maps so that each head is contiguous. With many queries it pays: M times as much of a head is cached."""
     return 2 * num_queries >= value.shape[1] and value.shape[2] > 1
 
 
 def _value_records(value: Tensor, dtype: torch.dtype, head_major: bool) -> tuple[np.ndarray, tuple[int, int, int]]:
-    """The maps as records, and how many records on the next image, head and token are."""
+    """The maps as records, and the distances in records to the next image, head and token."""
     _, tokens, heads, width = value.shape
     records = _records(_array(value.transpose(1, 2).contiguous() if head_major else value, dtype), width)
     return records, (tokens * heads, tokens, 1) if head_major else (tokens * heads, 1, heads)

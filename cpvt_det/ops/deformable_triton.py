@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multi-scale deformable attention in Triton: what ``deformable_attention`` runs on a GPU.
+"""Multi-scale deformable attention in Triton, which ``deformable_attention`` runs on a GPU.
 
-Importable without Triton, which only ``forward`` and ``backward`` need. What all kernels share:
+The module can be imported without Triton, which only ``forward`` and ``backward`` need. Common to all kernels:
 
-- A program owns one head of one image and a tile of neighbouring queries times the head's D channels. A corner is then read
-  as one coalesced row, 16 bytes per thread where D allows it, and queries that are neighbours on the map, which sample
-  neighbouring pixels, meet in one L1. Heads run fastest over the grid, so that the programs in flight read one band of each
-  level in whole lines of M * D values.
-- Levels unroll, points do not: with all L * P = 16 points unrolled the forward took 244 registers on sm_90, with a loop over
-  the points it takes 48, and five times as many warps hide the latency of its reads.
-- Level sizes are arguments by value: no table on the device, no synchronisation, nothing to outlive a CUDA graph. They travel
-  as floats (exact to 2^24), because Triton compiles again for an integer that is 1 or a multiple of 16, hence up to 3^(2 L)
-  kernels over the image sizes of one training.
-- Coordinates and sums are float32 at least, whatever is stored. Coordinates are clamped to just outside the level before they
-  become integers, so none can overflow; NaN passes the clamp, fails every bounds test, so that nothing is read for it, and
+- A program handles one head of one image, and a tile of neighbouring queries times the head's D channels. A corner is then read
+  as one coalesced row, 16 bytes per thread where D allows it. Queries that are neighbours on the map sample neighbouring pixels,
+  and so share one L1. Heads vary fastest over the grid, so that concurrent programs read one band of each level in whole lines
+  of M * D values.
+- Levels are unrolled, points are not. With all L * P = 16 points unrolled, the forward took 244 registers on sm_90. With a loop
+  over the points it takes 48, and five times as many warps hide the latency of its reads.
+- Level sizes are passed by value: no table on the device, no synchronisation, nothing to outlive a CUDA graph. They are passed as
+  floats (exact to 2^24), because Triton compiles again for an integer that is 1 or a multiple of 16. That would give up to
+  3^(2 L) kernels over the image sizes of one training.
+- Coordinates and sums are in at least float32, whatever dtype is stored. Coordinates are clamped to just outside the level before
+  they become integers, so none can overflow. NaN passes the clamp and fails every bounds test, so nothing is read for it; it
   reaches the result through the bilinear weights.
 
-Long for one file, because the launches and the three kernels are one agreement about tiles, cells and arguments.
+The file is long because the launches and the three kernels must agree about tiles, cells and arguments.
 
 Source: arXiv 2010.04159, section 4.1, equation 3.
 """
@@ -36,11 +36,11 @@ try:
 except ImportError:
     triton = None
 
-ENTRY_BLOCK = 16  # samples a program of the deterministic backward reads at a time
+ENTRY_BLOCK = 16  # number of samples that a program of the deterministic backward reads at a time
 
 
 def is_available() -> bool:
-    """Whether Triton can be imported; whether there is a GPU for it is another question."""
+    """Whether Triton can be imported; this does not check for a GPU."""
     return triton is not None
 
 
@@ -50,7 +50,7 @@ def forward(value: Tensor, level_shapes: Sequence[Size], sampling_locations: Ten
     Args:
         value: (B, N, M, C / M) float16, bfloat16, float32 or float64 on a GPU; levels one after another, row by row.
         level_shapes: L pairs (H_l, W_l) whose products sum to N; not checked here.
-        sampling_locations: (B, Q, M, L, P, 2) xy, [0, 1] is the level; value's dtype or float32.
+        sampling_locations: (B, Q, M, L, P, 2) xy in [0, 1] of the level; value's dtype or float32.
         attention_weights: (B, Q, M, L, P), value's dtype or float32.
 
     Returns:
@@ -87,7 +87,7 @@ def backward(
     attention_weights: Tensor,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of ``forward``'s three tensors.
+    """The gradients of the three tensors of ``forward``.
 
     Args:
         grad_output: (B, Q, C), value's dtype.
@@ -95,12 +95,13 @@ def backward(
         level_shapes: L pairs (H_l, W_l).
         sampling_locations: (B, Q, M, L, P, 2).
         attention_weights: (B, Q, M, L, P).
-        deterministic: sort the samples and sum each pixel's in that order, instead of by atomic additions, so that equal
-            inputs give equal bits; about 30 bytes of memory per sample more, and for halves no float32 copy of the gradient.
+        deterministic: whether to sort the samples and sum those of each pixel in that order, instead of by atomic additions, so
+            that equal inputs give equal bits. This takes about 30 bytes more memory per sample, but in half precision no float32
+            copy of the gradient.
 
     Returns:
         Gradients of value, sampling_locations and attention_weights, each in the shape and dtype of its tensor. A NaN
-        location adds nothing to the gradient of value, and gets NaN for itself and its weight.
+        location adds nothing to the gradient of value; its own gradient and that of its weight are NaN.
     """
     levels, points = attention_weights.shape[-2:]
     value, sampling_locations, attention_weights, grad_output = (
@@ -129,8 +130,8 @@ def _launch_backward(
 ) -> None:
     value, locations = inputs[1], inputs[2]
     images, queries, heads, levels, points, _ = locations.shape
-    # Four channels per thread, for halves too: that is the widest float32 atomic addition, and where rows are read as they are
-    # added, nothing has to change threads. Two warps, because where atomics are scalar (sm_80) rows do pass a barrier.
+    # Four channels per thread, for halves too: the widest float32 atomic addition. Rows are read in the layout in which they are
+    # added, so no data moves between threads. Two warps, because with scalar atomics (sm_80) rows do pass a barrier.
     options = _options(value, 4, num_warps=2)
     blocks = triton.cdiv(queries, options["BLOCK_Q"])
     _backward_kernel[(heads * blocks * images,)](
@@ -149,7 +150,7 @@ def _launch_backward(
 
 
 def _gather(inputs: tuple[Tensor, ...], level_shapes: Sequence[Size], keys: Tensor, cells: int, total: int) -> Tensor:
-    """The gradient of value from each sample's cell, (B, Q, M, L, P): one program per pixel and head, a launch per level."""
+    """The gradient of value from the samples' cells, (B, Q, M, L, P), with one program per pixel and head, one launch per level."""
     grad_output, value, locations, weights = inputs
     images, tokens, heads = value.shape[:3]
     ordered, order = torch.sort(keys.flatten(), stable=True)
@@ -182,7 +183,7 @@ def _gather(inputs: tuple[Tensor, ...], level_shapes: Sequence[Size], keys: Tens
 
 
 def _options(value: Tensor, channels_per_thread: int, num_warps: int) -> dict:
-    """Tile so that each thread has one vector of one row. Fixed, not tuned: a first call per size must not cost seconds."""
+    """Tile sizes that give each thread one vector of one row. Fixed, because tuning costs seconds at the first call per size."""
     heads, channels = value.shape[2:]
     block_d = triton.next_power_of_2(channels)
     return {
@@ -192,7 +193,7 @@ def _options(value: Tensor, channels_per_thread: int, num_warps: int) -> dict:
         "BLOCK_D": block_d,
         "COMPUTE": tl.float64 if value.dtype == torch.float64 else tl.float32,
         "num_warps": num_warps,
-        "enable_fp_fusion": True,  # Triton 3.9 warns where it is left open
+        "enable_fp_fusion": True,  # Triton 3.9 warns if it is not set
     }
 
 
@@ -201,13 +202,13 @@ def _sizes(level_shapes: Sequence[Size]) -> tuple[float, ...]:
 
 
 def _jit(*integers: str) -> Callable:
-    """``triton.jit`` where there is Triton. ``integers``: arguments whose values do not matter to the code."""
+    """``triton.jit`` if Triton is installed. ``integers``: arguments for whose values the code is not specialised."""
     return (lambda kernel: kernel) if triton is None else triton.jit(do_not_specialize=integers)
 
 
 @_jit()
 def _pixel(pointer, mask, size, COMPUTE: tl.constexpr):
-    """Coordinates on an axis of ``size`` pixels; -2 and size + 1 stand for all that is outside, and -2 for masked rows."""
+    """Coordinates on an axis of ``size`` pixels, clamped to -2 and size + 1 outside the level; masked rows get -2."""
     pixel = tl.load(pointer, mask=mask, other=-2.0).to(COMPUTE) * size - 0.5
     pixel = tl.maximum(pixel, -2.0, propagate_nan=tl.PropagateNan.ALL)
     return tl.minimum(pixel, size + 1.0, propagate_nan=tl.PropagateNan.ALL)
@@ -215,7 +216,7 @@ def _pixel(pointer, mask, size, COMPUTE: tl.constexpr):
 
 @_jit()
 def _sample(locations_ptr, weights_ptr, sample, real, height, width, COMPUTE: tl.constexpr):
-    """The pixel left and top of each point, the point's way from there to the next in x and y, and its weight."""
+    """The pixel to the upper left of each point, the point's offset from it in x and y, and its weight."""
     x = _pixel(locations_ptr + 2 * sample, real, width, COMPUTE)
     y = _pixel(locations_ptr + 2 * sample + 1, real, height, COMPUTE)
     weight = tl.load(weights_ptr + sample, mask=real, other=0.0).to(COMPUTE)
@@ -225,7 +226,7 @@ def _sample(locations_ptr, weights_ptr, sample, real, height, width, COMPUTE: tl
 
 @_jit()
 def _rows(queries, blocks, M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Image and head of this program, its rows, which of them there are, and the channels' lanes."""
+    """Image and head of this program, its rows, the mask of rows that exist, and the channels' lanes."""
     head, rest = tl.program_id(0) % M, tl.program_id(0) // M
     image = (rest // blocks).to(tl.int64)
     query = (rest % blocks) * BLOCK_Q + tl.arange(0, BLOCK_Q)
@@ -234,7 +235,7 @@ def _rows(queries, blocks, M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.c
 
 @_jit()
 def _tile(rows, lanes, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The mask of a tile from that of its rows; it varies over the lanes, which costs vector reads, only where D is padded."""
+    """The mask of a tile from that of its rows. It varies by lane, which prevents vector reads, only if D is padded."""
     mask = rows[:, None]
     if D != BLOCK_D:
         mask = mask & (lanes < D)
@@ -243,7 +244,7 @@ def _tile(rows, lanes, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @_jit()
 def _corners(left, top, height, width, first_token, lanes, M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Where the left corners of each point start, upper then lower, and which of its four pixels exist; none of NaN's do."""
+    """Offsets of each point's left corners, upper then lower, and masks of its four pixels that exist; for NaN none exist."""
     in_left, in_right = (left >= 0) & (left < width), (left >= -1) & (left < width - 1)
     in_top, in_bottom = (top >= 0) & (top < height), (top >= -1) & (top < height - 1)
     columns = tl.cast(width, tl.int32)
@@ -257,7 +258,7 @@ def _corners(left, top, height, width, first_token, lanes, M: tl.constexpr, D: t
 
 @_jit()
 def _read(value_ptr, upper, lower, m00, m01, m10, m11, NEXT: tl.constexpr, COMPUTE: tl.constexpr):
-    """Tiles of the four pixels, zeros where one does not exist."""
+    """Tiles of the four pixels, with zeros for a pixel that does not exist."""
     v00 = tl.load(value_ptr + upper, mask=m00, other=0.0).to(COMPUTE)
     v01 = tl.load(value_ptr + upper + NEXT, mask=m01, other=0.0).to(COMPUTE)
     v10 = tl.load(value_ptr + lower, mask=m10, other=0.0).to(COMPUTE)
@@ -267,7 +268,7 @@ def _read(value_ptr, upper, lower, m00, m01, m10, m11, NEXT: tl.constexpr, COMPU
 
 @_jit()
 def _slopes(grad, v00, v01, v10, v11, fx, fy, weight, height, width):
-    """Gradients of each point's weight, x and y, from that of its row and the tiles of its four pixels."""
+    """Gradients of each point's weight, x and y, from its row's gradient and the tiles of its four pixels."""
     dot00, dot01 = tl.sum(grad * v00, 1), tl.sum(grad * v01, 1)
     dot10, dot11 = tl.sum(grad * v10, 1), tl.sum(grad * v11, 1)
     by_weight = (1 - fy) * ((1 - fx) * dot00 + fx * dot01) + fy * ((1 - fx) * dot10 + fx * dot11)
@@ -278,7 +279,7 @@ def _slopes(grad, v00, v01, v10, v11, fx, fy, weight, height, width):
 
 @_jit()
 def _scatter(target, grad, upper, lower, m00, m01, m10, m11, fx, fy, weight, NEXT: tl.constexpr):
-    """Add each point's part of its row's gradient to its four pixels."""
+    """Add each point's share of its row's gradient to its four pixels."""
     above, below = ((1 - fy) * weight)[:, None] * grad, (fy * weight)[:, None] * grad
     tl.atomic_add(target + upper, (1 - fx)[:, None] * above, mask=m00, sem="relaxed")
     tl.atomic_add(target + upper + NEXT, fx[:, None] * above, mask=m01, sem="relaxed")
@@ -288,10 +289,10 @@ def _scatter(target, grad, upper, lower, m00, m01, m10, m11, fx, fy, weight, NEX
 
 @_jit()
 def _cell(left, top, height, width, first_cell, no_cell):
-    """The cell of each point; ``no_cell``, the number after the last, of a point in none.
+    """The cell of each point, or ``no_cell``, the number after the last cell, for a point in no cell.
 
-    Cells are the (H_l + 1) x (W_l + 1) squares between pixel centres, by image, head, level and row: a point reads the four
-    corners of its cell.
+    Cells are the (H_l + 1) x (W_l + 1) squares between pixel centres, ordered by image, head, level and row. A point reads the
+    four corners of its cell.
     """
     in_cell = (left >= -1) & (left < width) & (top >= -1) & (top < height)
     cell = first_cell + (tl.cast(top, tl.int32) + 1) * (tl.cast(width, tl.int32) + 1) + (tl.cast(left, tl.int32) + 1)
@@ -300,7 +301,7 @@ def _cell(left, top, height, width, first_cell, no_cell):
 
 @_jit()
 def _store(pointer, row, slots, tile, real, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Write the rows of a tile, of which the first ``WIDTH`` columns count."""
+    """Write the first ``WIDTH`` columns of the rows of a tile."""
     tl.store(pointer + row[:, None] * WIDTH + slots, tile.to(pointer.dtype.element_ty), mask=_tile(real, slots, WIDTH, BLOCK))
 
 
@@ -364,11 +365,11 @@ def _backward_kernel(
     BLOCK_D: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
-    """Gradients of locations and weights, and atomic sums into grad_value_ptr or cells into keys_ptr. Long: it is one loop."""
+    """Write gradients of locations and weights; add atomically to grad_value_ptr, or write cells to keys_ptr. Long: one loop."""
     image, head, real, row, lanes = _rows(queries, blocks, M, BLOCK_Q, BLOCK_D)
     grad = tl.load(grad_output_ptr + row[:, None] * D + lanes, mask=_tile(real, lanes, D, BLOCK_D), other=0.0).to(COMPUTE)
-    # Results collect in tiles as wide as a query's samples and leave as whole rows; stored one by one, they would leave as
-    # L * P * 3 scattered words, each through shared memory to its thread.
+    # Results are collected in tiles as wide as a query's samples and stored as whole rows. Stored one by one, they would be
+    # L * P * 3 scattered words, each sent through shared memory to its thread.
     slots, pairs = tl.arange(0, BLOCK_S)[None, :], tl.arange(0, 2 * BLOCK_S)[None, :]
     grad_weights = tl.zeros((BLOCK_Q, BLOCK_S), COMPUTE)
     grad_locations = tl.zeros((BLOCK_Q, 2 * BLOCK_S), COMPUTE)
@@ -424,7 +425,7 @@ def _gather_kernel(
     BLOCK_D: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
-    """A pixel's gradient: the samples of its four cells, sorted by cell, so that cells side by side are one segment."""
+    """A pixel's gradient from the samples of its four cells; samples are sorted by cell, so neighbouring cells are one segment."""
     height, width = tl.cast(height, COMPUTE), tl.cast(width, COMPUTE)
     rows, columns = tl.cast(height, tl.int32), tl.cast(width, tl.int32)
     pixel, pair = tl.program_id(0) % (rows * columns), (tl.program_id(0) // (rows * columns)).to(tl.int64)
@@ -434,7 +435,7 @@ def _gather_kernel(
     for side in tl.static_range(2):
         cell = pair * cells + first_cell + (row + side) * (columns + 1) + column
         begin, end = tl.load(starts_ptr + cell), tl.load(starts_ptr + cell + 2)
-        while begin < end:  # not range(), whose bounds the interpreter of Triton 3.5 cannot read beside a new numpy
+        while begin < end:  # not range(): Triton 3.5's interpreter cannot read its bounds with a new numpy
             entry = begin + tl.arange(0, BLOCK_E)
             real = entry < end
             sample = tl.load(order_ptr + entry, mask=real, other=0)

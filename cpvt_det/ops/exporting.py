@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a program is being exported, and loops that are one in such a program."""
+"""A check whether a program is being exported, and a loop that stays a loop in an exported program."""
 
 from collections.abc import Callable
 
@@ -9,15 +9,15 @@ from torch import Tensor
 
 @torch.compiler.assume_constant_result
 def is_exporting() -> bool:
-    """``torch.compiler.is_exporting()``, which torch 2.9 compiles to True in every program."""
+    """``torch.compiler.is_exporting()``, without the fault of torch 2.9, which compiles it to True in every program."""
     return torch.compiler.is_exporting()
 
 
 def in_steps(step: Callable[..., tuple[Tensor, ...]], carry: tuple[Tensor, ...], count: int) -> tuple[Tensor, ...]:
-    """``carry = step(number, *carry)`` for every number below ``count``, which is (1,) int64.
+    """``carry = step(number, *carry)`` for every number below ``count``; the number is (1,) int64.
 
-    In an exported program this is torch's ``scan``, traced once and not ``count`` times. OpenVINO reads one that takes everything
-    from ``carry``, whose shapes and dtypes stay, and whose numbers are rows.
+    In an exported program this is torch's ``scan``, traced once and not ``count`` times. For OpenVINO to read it, everything must
+    come from ``carry``, shapes and dtypes must not change, and numbers must be rows.
     """
     numbers = torch.arange(count, device=carry[0].device)[:, None]
     if not is_exporting():

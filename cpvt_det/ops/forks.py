@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Torch's threads after a fork of a process that has already computed, as in ``gunicorn --preload``, Celery or multiprocessing.
 
-Threads do not live on in the child, and GCC's OpenMP would wait there for its own for ever. So they end before the fork; parent and
-child start others when they next compute.
+Threads do not survive in the child, and GCC's OpenMP would wait there for its threads for ever. So the threads are ended before the
+fork, and parent and child start new ones when they next compute.
 """
 
 import ctypes
@@ -11,11 +11,11 @@ import os
 import torch
 
 SOFT = 1
-"""What OpenMP calls the end of its threads that keeps its settings."""
+"""OpenMP's code for ending its threads while keeping its settings."""
 
 
 def end_threads_at_forks() -> None:
-    """From now on, end the threads that the calling thread computes with before it forks."""
+    """From now on, end the calling thread's compute threads before each fork."""
     if hasattr(os, "register_at_fork"):
         hooks = _Hooks()
         os.register_at_fork(before=hooks.before, after_in_parent=hooks.after_in_parent, after_in_child=hooks.after_in_child)
@@ -33,9 +33,9 @@ class _Hooks:
         self._have_ended = self._end_threads(SOFT) == 0
 
     def after_in_parent(self) -> None:
-        self._have_ended = False  # a fork in C, as of uWSGI, does not call `before`
+        self._have_ended = False  # a fork in C, as in uWSGI, does not call `before`
 
     def after_in_child(self) -> None:
         if not self._have_ended:
-            torch.set_num_threads(1)  # which waits for no other
+            torch.set_num_threads(1)  # a team of one waits for no other thread
         self._have_ended = False

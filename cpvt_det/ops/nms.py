@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order in which proposals are taken: the best first, those that a better one stands for after all others."""
+"""The order in which proposals are chosen: the best first, and those suppressed by a better one after all others."""
 
 import math
 
@@ -9,26 +9,26 @@ from torchvision.ops import nms
 
 from cpvt_det.ops.exporting import in_steps, is_exporting
 
-CANDIDATES = 4  # boxes that are looked at first, for each that is wanted
-SUPPRESSED = 1e3  # taken off the score of boxes that a better one stands for; twice that off padded ones'
+CANDIDATES = 4  # boxes that are examined first, per box to choose
+SUPPRESSED = 1e3  # subtracted from the scores of boxes suppressed by a better one; twice this from those of padded boxes
 
 
 def nms_topk(boxes_xyxy: Tensor, scores: Tensor, padded: Tensor, threshold: float, count: int) -> Tensor:
-    """Choose boxes by score; those whose intersection over union with a better one is larger than ``threshold`` come last.
+    """Choose boxes by score; boxes whose intersection over union with a better one exceeds ``threshold`` come last.
 
-    By torchvision's operator, on few boxes at first, as its time grows with their square; image by image, as ``batched_nms`` moves
-    the boxes of each image elsewhere, and what that rounds depends on the batch. In an exported program by
-    :func:`nms_topk_exportable`.
+    It uses torchvision's operator, on few boxes at first, because its time grows with the square of their number. It runs image by
+    image, because ``batched_nms`` shifts the boxes of each image, with a rounding that depends on the batch. An exported program
+    uses :func:`nms_topk_exportable`.
 
     Args:
         boxes_xyxy: (B, N, 4) float, in any unit.
         scores: (B, N) float, within 1e3 / 2 of 0.
-        padded: (B, N) bool, True = chosen when nothing else is left.
-        threshold: largest intersection over union of two chosen boxes, above 0 and below 1.
+        padded: (B, N) bool, True = chosen only when nothing else is left.
+        threshold: intersection over union above which a better box suppresses another, above 0 and below 1.
         count: Q, at most N.
 
     Returns:
-        (B, Q) int64, indices, the first choice first.
+        (B, Q) int64, indices in the order of choice.
     """
     if is_exporting():
         return nms_topk_exportable(boxes_xyxy, scores, padded, threshold, count)
@@ -42,9 +42,9 @@ def nms_topk(boxes_xyxy: Tensor, scores: Tensor, padded: Tensor, threshold: floa
 
 
 def _first_apart(boxes_xyxy: Tensor, order: Tensor, number: int, threshold: float, count: int) -> Tensor:
-    """One image's choice: (count,) of ``order`` (N,), whose first ``number`` boxes are not padded.
+    """One image's choice: (count,) indices from ``order`` (N,), whose first ``number`` boxes are not padded.
 
-    Whether a box is kept depends on better ones alone: if ``count`` are kept among the best, no others need to be looked at.
+    Whether a box is kept depends only on better ones. If ``count`` boxes are kept among the best, no others need to be examined.
     """
     looked = 0
     kept = order[:0]
@@ -58,10 +58,10 @@ def _first_apart(boxes_xyxy: Tensor, order: Tensor, number: int, threshold: floa
 
 
 def nms_topk_exportable(boxes_xyxy: Tensor, scores: Tensor, padded: Tensor, threshold: float, count: int) -> Tensor:
-    """:func:`nms_topk` in ``count`` steps, each of which takes the best box left and puts back what overlaps it.
+    """:func:`nms_topk` in ``count`` steps; each takes the best remaining box and moves the boxes that overlap it to the back.
 
-    Whether a box is put back depends on better ones alone, so the first ``count`` are those of all; and a step needs no matrix
-    of pairs, nor a number of boxes that is known only afterwards.
+    Whether a box is moved back depends only on better ones, so ``count`` steps give the same boxes as steps over all boxes. A
+    step needs neither a matrix of pairs nor a number of boxes that is known only afterwards.
     """
     sides = boxes_xyxy[..., 2:] - boxes_xyxy[..., :2]
     places = torch.arange(count, device=scores.device).expand(scores.shape[0], -1)

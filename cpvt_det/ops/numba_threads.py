@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How numba's kernels are compiled and run here.
 
-Kernels release the interpreter lock and run in torch's own threads, or where these cannot be had in a pool of Python threads:
-numba's threading layers do not survive a fork, or may not be called from two threads at once.
+Kernels release the interpreter lock and run in torch's own threads, or in a pool of Python threads if these are not available.
+numba's own threading layers either do not survive a fork or must not be called from two threads at once.
 """
 
 import contextlib
@@ -22,23 +22,23 @@ from cpvt_det.ops.routes import is_on
 
 logger = logging.getLogger("cpvt_det")
 _PROCESS = os.getpid()
-SMALL_WORK = 1 << 18  # multiplications, below which handing work to a thread costs more than it saves
+SMALL_WORK = 1 << 18  # number of multiplications below which handing work to a thread costs more than it saves
 
 
 class Kernel:
-    """A function compiled at its first call. The result is kept on disk, where that can be done and read back."""
+    """A function that is compiled at its first call. The result is cached on disk if the cache can be written and read."""
 
     def __init__(self, function: Callable):
         self.function = function
         try:
             self.compiled = self._compile(cache=True)
-        except RuntimeError:  # there is no folder that could be written to
+        except RuntimeError:  # there is no writable folder
             self.compiled = self._compile(cache=False)
 
     def __call__(self, *args):
         try:
             return self.compiled(*args)
-        except (OSError, EOFError, pickle.UnpicklingError) as error:  # of the files; the compiled code raises nothing
+        except (OSError, EOFError, pickle.UnpicklingError) as error:  # errors of the cache files; the compiled code raises nothing
             logger.warning("A kernel is compiled again, because its cache cannot be read: %s", first_line(error))
             self.compiled = self._compile(cache=False)
             return self.compiled(*args)
@@ -48,7 +48,7 @@ class Kernel:
 
 
 inlined = numba.njit(nogil=True, error_model="numpy", forceinline=True)
-"""A function that becomes a part of the kernels that call it."""
+"""Decorator for a function that is inlined into the kernels that call it."""
 
 
 def cut(length: int, work: int) -> list[tuple[int, int]]:
@@ -63,7 +63,7 @@ def run(kernel: Callable, arrays: tuple, pieces: list[tuple[int, int]]) -> list:
     """Call the kernel on every piece, each in a thread.
 
     Returns:
-        What each call returned.
+        The result of each call.
     """
     if len(pieces) == 1:
         return [kernel(*arrays, *pieces[0])]
@@ -71,13 +71,13 @@ def run(kernel: Callable, arrays: tuple, pieces: list[tuple[int, int]]) -> list:
 
 
 class TorchThreads:
-    """The threads of the OpenMP library that torch itself computes in, by the calls that GCC compiles ``omp parallel`` into.
+    """The threads of torch's own OpenMP library, used through the calls into which GCC compiles ``omp parallel``.
 
-    After each parallel part of torch's they spin on their cores for milliseconds, waiting for the next: threads beside them would
-    get half a core.
+    After each parallel part of torch, these threads spin on their cores for milliseconds and wait for the next part. Any additional
+    threads would get half a core.
 
     Args:
-        library: path of one that is linked with that OpenMP library.
+        library: path of a library that is linked with that OpenMP library.
 
     Raises:
         OSError, AttributeError: there is no such library, or it lacks those calls.
@@ -90,12 +90,12 @@ class TorchThreads:
         self._parallel.argtypes, self._parallel.restype = (self._WORK, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
 
     def map(self, function: Callable, items: list) -> list:
-        """``[function(item) for item in items]``; each thread takes the next item that nobody has, until there is none.
+        """``[function(item) for item in items]``; each thread takes the next free item until there is none left.
 
         Raises:
-            Exception: of ``function``, after all threads ended.
+            Exception: an exception of ``function``, after all threads have ended.
         """
-        waiting = iter(range(len(items)))  # a step of it is one step of the interpreter's, too
+        waiting = iter(range(len(items)))  # taking the next item is atomic, one step of the interpreter
         results, errors = [None] * len(items), []
 
         def work(_: int | None) -> None:
@@ -105,8 +105,8 @@ class TorchThreads:
             except BaseException as error:  # it would not reach the caller
                 errors.append(error)
 
-        self._parallel(self._WORK(work), None, 0, 0)  # 0: the whole team, as it would have to be gathered again for the next part
-        work(None)  # whatever is left where a signal kept a thread from its work
+        self._parallel(self._WORK(work), None, 0, 0)  # 0: the whole team, which would otherwise be rebuilt for the next part
+        work(None)  # remaining items, if a signal kept a thread from its work
         if errors:
             raise errors[0]
         return results
@@ -114,7 +114,7 @@ class TorchThreads:
 
 @functools.cache
 def _map_in_threads(process: int) -> Callable[[Callable, list], list]:
-    """A parallel ``map`` of this process. Threads do not live on in a forked child, where OpenMP would wait for its own forever."""
+    """A parallel ``map`` for this process. Threads do not survive in a forked child, where OpenMP would wait for them forever."""
     if process == _PROCESS and is_on("openmp"):
         with contextlib.suppress(OSError, AttributeError):  # torch has other threads here
             return TorchThreads(torch._C.__file__).map

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which way an operation takes on a CPU: by the processor's instructions, never by its maker.
+"""The choice of the kernel for an operation on a CPU, by the processor's instructions and never by its maker.
 
-``CPVT_DET_WITHOUT=winograd,rows`` in the environment leaves ways out, one or more; torch's own is taken instead. ``all`` leaves
-out all of them.
+``CPVT_DET_WITHOUT=winograd,rows`` in the environment switches off one or more ways of this package; torch's own way is used
+instead. ``all`` switches off all of them.
 """
 
 import functools
@@ -26,7 +26,7 @@ ROUTES = {
     "packing": ("",),
     "openmp": ("",),
 }
-"""Way -> the instruction sets that take it, as the beginning of what :func:`instructions` calls them.
+"""Way -> the instruction sets on which it is used, as prefixes of the names that :func:`instructions` returns.
 
 - ``linear`` (``fast/linear.py``): linear layers by oneDNN;
 - ``pointwise`` (``fast/convolution.py``): 1x1 convolutions by oneDNN;
@@ -34,35 +34,35 @@ ROUTES = {
 - ``winograd`` (``fast/winograd.py``): 3x3 convolutions with fewer multiplications;
 - ``dropout`` (``fast/dropout.py``): dropout by a kernel of our own;
 - ``deformable`` (``ops/deformable_attention.py``): deformable attention by numba's kernel;
-- ``canvases`` (``fast/resnet.py``): images of a padded batch on canvases of their own;
+- ``canvases`` (``fast/resnet.py``): a separate canvas for each image of a padded batch;
 - ``packing`` (``fast/encoders.py``): encoders leave padded tokens out;
-- ``openmp`` (``ops/numba_threads.py``): numba's kernels in torch's own threads, where these are GCC's OpenMP; else in a pool.
+- ``openmp`` (``ops/numba_threads.py``): numba's kernels in torch's own threads if these are GCC's OpenMP, else in a pool.
 """
 OWN = ("dropout", "deformable", "canvases", "packing", "openmp")
-"""Ways that take nothing of oneDNN."""
+"""Ways that use nothing of oneDNN."""
 OF_WIDE_UNITS = ("avx512fp16", "avx512vp2intersect", "avxvnni")
-"""Instructions by LLVM's names. Of processors with AVX-512's products of bf16, those with units of full width have one at least."""
+"""Instructions by LLVM's names. Processors with AVX-512's bf16 products and full-width units have at least one of them."""
 SWITCH, ALL = "CPVT_DET_WITHOUT", "all"
 KNOWN = ("cpvt_det", "torch", "torchvision")
-"""Packages whose modules are looked into; what others wrote stays as it is."""
+"""Packages whose modules may be changed; third-party modules are left alone."""
 
 
 @functools.cache
 def is_on(route: str) -> bool:
-    """Whether a way is taken on this processor, and not switched off.
+    """Whether a way is used on this processor and is not switched off.
 
     Raises:
-        ConfigError: a switch with a name that is none of :data:`ROUTES`.
+        ConfigError: a switch with a name that is not in :data:`ROUTES`.
     """
     has_library = route in OWN or torch.backends.mkldnn.is_available()
     return not {route, ALL} & set(_left_out()) and has_library and instructions().startswith(ROUTES[route])
 
 
 def is_all_left_out() -> bool:
-    """Whether the switch leaves out every way.
+    """Whether every way is switched off.
 
     Raises:
-        ConfigError: a switch with a name that is none of :data:`ROUTES`.
+        ConfigError: a switch with a name that is not in :data:`ROUTES`.
     """
     return ALL in _left_out()
 
@@ -76,10 +76,10 @@ def _left_out() -> list[str]:
 
 
 def instructions() -> str:
-    """What torch calls its instruction set, but :data:`IN_HALVES` where AVX-512 runs on units of 256 bits, in two steps.
+    """torch's name of its instruction set, or :data:`IN_HALVES` if AVX-512 runs on units of 256 bits, in two steps.
 
-    Such a processor is recognised by its instructions: it has AVX-512's products of bf16, and none of :data:`OF_WIDE_UNITS`. Two
-    kinds are mistaken: Intel's Cooper Lake (2020) has full width, AMD's Zen 5 of laptops has not.
+    Such a processor is recognised by its instructions: it has AVX-512's bf16 products, and none of :data:`OF_WIDE_UNITS`. Two kinds
+    are misjudged: Intel's Cooper Lake (2020) has full width, and AMD's Zen 5 for laptops does not.
     """
     own = torch.backends.cpu.get_cpu_capability()
     flags = _flags() if own.startswith("AVX512") else {}
@@ -88,7 +88,7 @@ def instructions() -> str:
 
 @functools.cache
 def _flags() -> dict[str, bool]:
-    """The processor's instructions by LLVM's names; empty where llvmlite, which comes with numba, cannot be imported."""
+    """The processor's instructions by LLVM's names; empty if llvmlite, which comes with numba, cannot be imported."""
     try:
         from llvmlite.binding import get_host_cpu_features
     except (ImportError, OSError):
@@ -97,8 +97,8 @@ def _flags() -> dict[str, bool]:
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether a tensor on a CPU is torch's own, neither traced, compiled nor transformed by ``torch.func``, while nobody counts or
-    fakes what runs."""
+    """Whether a tensor is a plain CPU tensor of torch, not traced, compiled or transformed by ``torch.func``, and no mode counts or
+    fakes operations."""
     if torch.compiler.is_compiling() or x.device.type != "cpu" or type(x) not in (Tensor, nn.Parameter):
         return False
     is_watched = torch.jit.is_tracing() or _get_current_dispatch_mode() is not None
@@ -116,9 +116,9 @@ def is_known(module: nn.Module) -> bool:
 
 
 def takes(route: str, x: Tensor) -> bool:
-    """Whether a way of float32 is taken for ``x``: plain, not empty, without autocast.
+    """Whether a float32 way may be used for ``x``, which must be plain and not empty, without autocast.
 
-    ``torch.backends.mkldnn.enabled = False`` switches off all that is asked for here.
+    ``torch.backends.mkldnn.enabled = False`` switches off all ways that are checked here.
     """
     if not is_plain(x) or x.dtype != torch.float32 or x.numel() == 0:
         return False

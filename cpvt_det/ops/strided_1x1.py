@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The guard of strided 1x1 convolutions of few channels, whose weight's gradient oneDNN lets write past its memory."""
+"""A guard for strided 1x1 convolutions with few channels, for which oneDNN writes past its memory in the weight's gradient."""
 
 import copy
 from collections.abc import Sequence
@@ -8,21 +8,22 @@ from functools import partial
 from torch import Tensor, nn
 
 NARROW = 16
-"""Input channels below which no strided 1x1 convolution is handed to torch: oneDNN gathers the cells of the stride itself, for the
-weight's gradient in channels last, into memory for ``cells * channels`` numbers, and begins at ``cell * block``: past the end where
-there are fewer channels than in a block, of 16 with AVX-512 and of 8 with AVX2 (``tests/upstream/strided_1x1.py``). Skipping the
-cells first, with a stride of 1 after it, is the same sum.
+"""Input channels below which no strided 1x1 convolution is passed to torch.
+
+For the weight's gradient in channels last, oneDNN gathers the cells of the stride into memory for ``cells * channels`` numbers, but
+writes each cell at ``cell * block``. That is past the end if there are fewer channels than in a block, which has 16 with AVX-512
+and 8 with AVX2 (``tests/upstream/strided_1x1.py``). Skipping cells first, and then convolving with a stride of 1, is the same sum.
 
 Source: oneDNN ``jit_avx512_common_1x1_convolution.cpp`` (``rp.ws``), ``jit_uni_1x1_conv_utils.hpp``; its issue 6035."""
 
 
 def guard_strided_1x1(network: nn.Module) -> None:
-    """Have strided 1x1 convolutions of few channels (:data:`NARROW`) skip the cells first, in place, whoever wrote the network.
+    """Change strided 1x1 convolutions with few channels (:data:`NARROW`), in place, so that they skip the cells first.
 
-    Of a convolution only ``forward`` is replaced: its class, attributes, parameters and hooks stay.
+    Only the ``forward`` of a convolution is replaced; its class, attributes, parameters and hooks stay.
 
     Args:
-        network: any network.
+        network: any network, whoever wrote it.
     """
     for module in network.modules():
         if isinstance(module, nn.Conv2d) and needs_guard(module):
@@ -36,11 +37,11 @@ def _skip_and_convolve(unstrided: nn.Conv2d, stride: Sequence[int], x: Tensor) -
 
 
 def needs_guard(convolution: nn.Conv2d) -> bool:
-    """Whether torch could write past memory in this convolution's backward pass."""
+    """Whether torch could write past the end of its memory in this convolution's backward pass."""
     is_strided_1x1 = convolution.kernel_size == (1, 1) and max(convolution.stride) > 1
     return is_strided_1x1 and convolution.padding in ((0, 0), "valid") and convolution.in_channels < NARROW
 
 
 def skip_cells(x: Tensor, stride: Sequence[int]) -> Tensor:
-    """The cells of (..., H, W) that a kernel of one cell looks at."""
+    """The cells of (..., H, W) at which a strided kernel of one cell looks."""
     return x[..., :: stride[0], :: stride[1]]

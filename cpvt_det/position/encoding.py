@@ -20,8 +20,8 @@ FACTS = ("channels", "num_levels", "num_layers", "num_heads", "ffn_channels")
 
 
 class PositionRegistry(PartRegistry):
-    """Encodings by name. ``<one>+<PEG>`` is any of them beside a PEG, such as ``table+peg_plain``; its options are those of each
-    under its name: ``{"table": {"grid": (7, 7)}}``."""
+    """Encodings by name. ``<one>+<PEG>`` combines any encoding with a PEG, as in ``table+peg_plain``. It takes the options of each
+    under the name of each: ``{"table": {"grid": (7, 7)}}``."""
 
     def __contains__(self, name: str) -> bool:
         return super().__contains__(name) or self._is_sum(name)
@@ -30,12 +30,12 @@ class PositionRegistry(PartRegistry):
         """The builder of a name.
 
         Raises:
-            UnknownNameError: a name that is not registered, nor a sum of two that are.
+            UnknownNameError: a name that is neither registered nor a sum of two registered names.
         """
         return functools.partial(self._build_sum, *name.split("+")) if self._is_sum(name) else super().find(name)
 
     def parameters(self, name: str) -> set[str]:
-        """The keywords that the builder of a name takes."""
+        """The keywords that the builder of a name accepts."""
         return {*name.split("+"), *FACTS} if self._is_sum(name) else super().parameters(name)
 
     def _is_sum(self, name: str) -> bool:
@@ -52,20 +52,20 @@ class PositionRegistry(PartRegistry):
 
 
 POSITION_REGISTRY = PositionRegistry("POSITION", "position encoding", chosen=frozenset({"additive", "peg"}))
-"""Name -> what builds the encoding. It is called with keywords: its own options, and those of :data:`FACTS` that it names."""
+"""Name -> builder of the encoding. It is called with keywords: its own options, and those of :data:`FACTS` that it names."""
 
 
 class PositionEncoding(nn.Module):
-    """The contract, and the encoding that does nothing.
+    """The contract of encodings; by itself, an encoding that does nothing.
 
-    The encoder asks two things, always with the *projected* features and one padding mask per level (DETR has one level), so
-    that an encoding may condition on what it encodes; and where attention compares queries with keys, two more, :meth:`place` and
-    :meth:`feed`, inside its layers. They are asked about an image's tokens alone: class and distillation tokens pass by.
+    The encoder calls :meth:`forward` and :meth:`inject` with the *projected* features and one padding mask per level (DETR has one
+    level), so that an encoding may depend on the features. If attention compares queries with keys, the encoder also calls
+    :meth:`place` and :meth:`feed` inside its layers. Encodings see only an image's tokens, not class and distillation tokens.
 
     Attributes:
-        acts_in_attention: whether :meth:`place` does anything; attention without products of queries and keys refuses such an
-            encoding.
-        acts_in_ffn: whether :meth:`feed` does anything; deformable encoders refuse such an encoding.
+        acts_in_attention: whether :meth:`place` does anything; such an encoding is refused by attention without products of queries
+            and keys.
+        acts_in_ffn: whether :meth:`feed` does anything; such an encoding is refused by deformable encoders.
     """
 
     acts_in_attention = acts_in_ffn = False
@@ -78,12 +78,12 @@ class PositionEncoding(nn.Module):
             padding_masks: masks of the levels, (B, H_l, W_l) bool each, True = padded.
 
         Returns:
-            Over levels, (B, C, H_l, W_l) in the features' dtype; or ``None``, which saves a product in every layer.
+            A map (B, C, H_l, W_l) per level in the features' dtype; or ``None``, which saves a product in every layer.
         """
         return None
 
     def inject(self, tokens: Tensor, padding_mask: Tensor, level_shapes: Sequence[Size], layer: int) -> Tensor:
-        """Act on the tokens: called before the first encoder layer (``layer == -1``) and after every one.
+        """Act on the tokens; called before the first encoder layer (``layer == -1``) and after every layer.
 
         Args:
             tokens: (B, N, C) float, the levels one after another, each row by row.
@@ -92,14 +92,14 @@ class PositionEncoding(nn.Module):
             layer: the index of the layer that has just run.
 
         Returns:
-            (B, N, C); padded tokens unchanged.
+            (B, N, C), with padded tokens unchanged.
         """
         return tokens
 
     def place(
         self, queries: Tensor, keys: Tensor, padding_mask: Tensor, level_shapes: Sequence[Size], layer: int
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Act inside the self-attention of a layer: turn its queries and keys, or bias their products. Optional.
+        """Act inside the self-attention of a layer: rotate its queries and keys, or bias their products. Optional.
 
         Args:
             queries, keys: (B, M, N, C / M) float, projected, of the tokens in the order of :meth:`inject`.
@@ -108,8 +108,8 @@ class PositionEncoding(nn.Module):
             layer: the index of the layer.
 
         Returns:
-            Queries and keys in their shape and dtype, and what is added to their scaled products: float, of a shape that
-            broadcasts to (B, M, N, N), or ``None``.
+            Queries and keys in their shape and dtype, and a bias for their scaled products: float, in a shape that broadcasts to
+            (B, M, N, N), or ``None``.
         """
         return queries, keys, None
 
@@ -117,24 +117,24 @@ class PositionEncoding(nn.Module):
         """Act inside the feed-forward network of a layer, before its activation. Optional.
 
         Args:
-            hidden: (B, N, F) float, the network's inner channels of the tokens in the order of :meth:`inject`.
+            hidden: (B, N, F) float, the network's inner channels for the tokens in the order of :meth:`inject`.
             padding_mask: (B, N) bool, True = padded.
             level_shapes: (H_l, W_l) of each level.
             layer: the index of the layer.
 
         Returns:
-            (B, N, F); at padded tokens it means nothing.
+            (B, N, F); values at padded tokens are meaningless.
         """
         return hidden
 
     def acts_after(self, layer: int) -> bool:
-        """Whether :meth:`inject` does anything after a layer; -1 is before the first. Asked by encoders that leave padding out."""
+        """Whether :meth:`inject` does anything after a layer; -1 is before the first. For encoders that leave padding out."""
         return type(self).inject is not PositionEncoding.inject
 
     @property
     def looks_at_padding(self) -> bool:
-        """Whether, in :meth:`inject`, what becomes of valid tokens depends on padded ones; otherwise an encoder need not compute
-        these. An encoding of your own that keeps them out may say ``False``."""
+        """Whether the result of :meth:`inject` for valid tokens depends on padded tokens. If not, an encoder need not compute the
+        padded ones. A user-defined encoding that ignores padded tokens may return ``False``."""
         return type(self).inject is not PositionEncoding.inject
 
     def __init_subclass__(cls, **named: Any):
@@ -147,7 +147,7 @@ def require_one_level(level_shapes: Sequence[Size]) -> Size:
     """The shape of the only level, for encodings that act inside layers.
 
     Raises:
-        ValueError: several levels, whose cells have no common grid.
+        ValueError: more than one level; the cells of several levels have no common grid.
     """
     if len(level_shapes) != 1:
         raise ValueError(f"an encoding inside layers needs one level, whose cells are one grid, got {len(level_shapes)}")
@@ -155,10 +155,10 @@ def require_one_level(level_shapes: Sequence[Size]) -> Size:
 
 
 def channels_per_head(channels: int, num_heads: int, multiple: int = 1) -> int:
-    """C / M.
+    """The channels per head, C / M.
 
     Raises:
-        ValueError: heads that do not divide the channels, or parts of them that are no multiple of ``multiple``.
+        ValueError: heads that do not divide the channels, or channels per head that are not a multiple of ``multiple``.
     """
     if num_heads < 1 or channels % (num_heads * multiple):
         what = f"channels per head in multiples of {multiple}" if multiple > 1 else "heads that divide the channels"
@@ -167,7 +167,7 @@ def channels_per_head(channels: int, num_heads: int, multiple: int = 1) -> int:
 
 
 def register_position(name: str) -> Callable:
-    """Register a class or function under a name that need not be a Python one, as in ``sine+peg``."""
+    """Register a class or function under a name that need not be a Python identifier, as in ``sine+peg``."""
     return POSITION_REGISTRY.register_as(name)
 
 
@@ -192,8 +192,8 @@ def build_position(
         options: further keywords of the encoding's constructor.
 
     Raises:
-        UnknownNameError: a name that is not registered, or an option that this encoding does not take.
-        ValueError: options that the encoding refuses.
+        UnknownNameError: a name that is not registered, or an option that this encoding does not have.
+        ValueError: options that the encoding rejects.
     """
     facts = dict(zip(FACTS, (channels, num_levels, num_layers, num_heads, ffn_channels), strict=True))
     return POSITION_REGISTRY.build(name, facts, options)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RT-DETR's sine encoding, and what most public code makes of it on a map that is not square."""
+"""RT-DETR's sine encoding, and its variant in most public code, which differs on maps that are not square."""
 
 from collections.abc import Sequence
 
@@ -14,17 +14,17 @@ from cpvt_det.structures import require_bool
 
 @register_position("sine_grid")
 class GridSineEncoding(SineEncoding):
-    """Sines, then cosines, of a cell's row, then of its column: their numbers from 0, whatever the size of the image.
+    """Sines, then cosines, of a cell's row, then of its column. Rows and columns count from 0, whatever the size of the image.
 
     Args:
         channels: C, a multiple of 4.
-        temperature: ratio of the longest wavelength to the shortest, for as many channels.
+        temperature: ratio of the longest wavelength to the shortest, in the limit of many channels.
 
     Raises:
-        ValueError: channels that are no multiple of 4, or a temperature that is not above 0.
+        ValueError: channels that are not a multiple of 4, or a temperature that is not above 0.
         TypeError: in ``forward``, a mask that is not bool.
 
-    Source: arXiv 2304.08069, section 4.2; the order of the channels is that of lyuwenyu/RT-DETR on squares.
+    Source: arXiv 2304.08069, section 4.2; the order of the channels is that of lyuwenyu/RT-DETR on square maps.
     """
 
     def __init__(self, channels: int, temperature: float = defaults.TEMPERATURE):
@@ -43,25 +43,25 @@ class GridSineEncoding(SineEncoding):
         return encoded
 
     def cells(self, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Row and column of every cell of a (B, H, W) mask, from 0: each (B, H, W) int64."""
+        """Row and column of every cell of a (B, H, W) mask, counted from 0; (B, H, W) int64 each."""
         rows, columns = (torch.arange(side, device=mask.device) for side in mask.shape[1:])
         return rows[:, None].expand(mask.shape), columns.expand(mask.shape)
 
 
 @register_position("sine_scrambled")
 class ScrambledSineEncoding(GridSineEncoding):
-    """The same on squares. Elsewhere cells get the places of others: a grid of H columns and W rows is laid out along the tokens.
+    """The same encoding on square maps. On others, tokens are placed as in a grid of H columns and W rows, so cells are misplaced.
 
-    For comparison only: it is what lyuwenyu/RT-DETR, Peterande/D-FINE and code that was made from them compute. Here the grid is
-    that of each image's own cells, so that padding changes nothing.
+    For comparison only: lyuwenyu/RT-DETR, Peterande/D-FINE and code derived from them compute this. Here the grid is that of each
+    image's own cells, so that padding changes nothing.
 
     Args:
         channels: C, a multiple of 4.
-        temperature: ratio of the longest wavelength to the shortest, for as many channels.
+        temperature: ratio of the longest wavelength to the shortest, in the limit of many channels.
     """
 
     def cells(self, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """What stands for the row and the column."""
+        """The numbers that stand for row and column of every cell."""
         rows, columns = super().cells(mask)
         height, width = ((~mask).any(dim).sum(1).clamp(min=1)[:, None, None] for dim in (2, 1))
         number = rows * width + columns

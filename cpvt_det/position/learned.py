@@ -12,11 +12,11 @@ from cpvt_det.position.encoding import PositionEncoding, register_position
 
 @register_position("learned")
 class LearnedEncoding(PositionEncoding):
-    """A learned vector for each column and each row; it cannot reach beyond its table.
+    """A learned vector for each column and each row; maps larger than the table are refused.
 
     Args:
         channels: C, even; the first half encodes the column, the second the row.
-        table_size: the largest map side there is a vector for.
+        table_size: the largest height or width of a map.
 
     Raises:
         ValueError: odd channels.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Positional Encoding Generator of CPVT's detection experiment, and as the encoder's encoding."""
+"""The Positional Encoding Generator (PEG) of CPVT's detection experiment, and the encoder's encoding that is built from it."""
 
 from collections.abc import Callable, Sequence
 
@@ -14,27 +14,28 @@ from cpvt_det.structures import Size, has_padding, require_bool
 
 
 class PEGDetection(nn.Module):
-    """A depthwise convolution from which every token learns where the border is, and thereby its own position.
+    """A depthwise convolution that tells every token where the border is, and thereby its own position.
 
-    ``tokens + ReLU(norm(conv(tokens)))`` on the map that the tokens came from, with zero padding and no bias; padded tokens
-    leave exactly as they came. 9 C weights for the 3x3 kernel, beside the norm's.
+    It computes ``tokens + ReLU(norm(conv(tokens)))`` on the map of the tokens, with zero padding and no bias; padded tokens are
+    returned unchanged. A 3x3 kernel has 9 C weights, in addition to those of the norm.
 
     Args:
         channels: C.
         kernel_size: k, odd.
         norm: ``BN``, ``SyncBN``, ``GN`` or ``none``.
         mask_input: zero the padded tokens before the convolution and leave them out of the norm's statistics, so that an
-            image's tokens do not depend on its padding. ``False`` is the authors' arithmetic: padded tokens leak into their
-            neighbours and into the statistics, and only the outputs are restored.
+            image's tokens do not depend on its padding. ``False`` computes as the authors do: padded tokens leak into their
+            neighbours and into the statistics, and only the outputs at padded tokens are restored.
         zero_init: multiply the branch by a scale per channel that starts at 0, so that a trained model starts unchanged. The
-            scale stands after the activation: a zero before the ReLU would have no gradient.
-        plain: the form of CPVT's classifiers, with the norm ``none``: a bias in the convolution, no ReLU; 10 C weights.
+            scale comes after the activation, because a zero before the ReLU would have no gradient.
+        plain: use the form of CPVT's classifiers, with the norm ``none``, a bias in the convolution and no ReLU; 10 C weights.
 
     Raises:
         ValueError: a kernel size that is not odd and positive, or fewer than one channel.
-        UnknownNameError: a norm of another name.
+        UnknownNameError: an unknown norm.
 
-    Source: arXiv 2102.10882, appendix (PEG for detection); algorithm 1 (plain), whose initial values are not published: torch's.
+    Source: arXiv 2102.10882, appendix (PEG for detection) and algorithm 1 (plain). The initial values of the plain form are not
+    published, so they are torch's.
     """
 
     def __init__(
@@ -60,15 +61,15 @@ class PEGDetection(nn.Module):
             self.register_parameter("scale", None)
 
     def forward(self, tokens: Tensor, padding_mask: Tensor, *level_shapes: Size) -> Tensor:
-        """Add the encoding to the tokens of a map, or of several: each is convolved by itself, the norm looks at all together.
+        """Add the encoding to the tokens of one or several maps; each map is convolved separately, the norm looks at all of them.
 
         Args:
             tokens: (B, N, C) float, row by row, the levels one after another.
             padding_mask: (B, N) bool, True = padded.
-            level_shapes: (H, W) of the map, or of each.
+            level_shapes: (H, W) of the map, or of each map.
 
         Returns:
-            (B, N, C); padded tokens bit for bit as they came.
+            (B, N, C), with padded tokens bit for bit unchanged.
 
         Raises:
             ValueError: tokens, mask and shapes that do not agree.
@@ -80,10 +81,10 @@ class PEGDetection(nn.Module):
         return torch.where(padding_mask[..., None], tokens, tokens + branch)
 
     def branch(self, tokens: Tensor, padding_mask: Tensor, *level_shapes: Size) -> Tensor:
-        """What is added to the tokens; arguments as in :meth:`forward`.
+        """The encoding that is added to the tokens; arguments as in :meth:`forward`.
 
         Returns:
-            (B, N, C); at padded tokens it means nothing.
+            (B, N, C); values at padded tokens are meaningless.
         """
         require_bool(padding_mask)
         lengths = [height * width for height, width in level_shapes]
@@ -105,21 +106,21 @@ class PEGDetection(nn.Module):
         return branch if self.scale is None else branch * self.scale
 
     def _convolve(self, tokens: Tensor, padding_mask: Tensor, shape: Size) -> Tensor:
-        """(B, H * W, C) -> the same; batch-first tokens are the channels-last view of their map, so without a copy."""
+        """(B, H * W, C) -> the same. Batch-first tokens are the channels-last view of their map, so nothing is copied."""
         return self.conv(tokens.unflatten(1, shape).permute(0, 3, 1, 2)).permute(0, 2, 3, 1).flatten(1, 2)
 
     @property
     def depthwise(self) -> nn.Conv2d:
-        """The convolution that looks at neighbours."""
+        """The convolution over neighbouring tokens."""
         return self.conv
 
     @property
     def last_conv(self) -> nn.Conv2d:
-        """What the norm can be folded into."""
+        """The convolution into which the norm can be folded."""
         return self.conv
 
     def fold(self) -> "PEGDetection":
-        """Merge the norm into the convolution, in place, for inference; outputs stay the same up to rounding.
+        """Merge the norm into the convolution, in place, for inference; outputs change by rounding only.
 
         Returns:
             This module, without a norm and with a bias in its convolution.
@@ -135,17 +136,17 @@ class PEGDetection(nn.Module):
         return self
 
     def check_foldable(self) -> None:
-        """Raise what :meth:`fold` would, and change nothing."""
+        """Raise the errors that :meth:`fold` would raise, and change nothing."""
         is_foldable = isinstance(self.norm, MaskedBatchNorm2d) and not self.training
         if not is_foldable and not isinstance(self.norm, NoNorm):
             raise ValueError(f"only a batch norm in evaluation mode can be folded, got {type(self.norm).__name__}; call eval()")
 
 
 def encode_levels(pegs: Sequence[PEGDetection], tokens: Tensor, padding_mask: Tensor, level_shapes: Sequence[Size]) -> Tensor:
-    """Add the encoding of one PEG for all levels, or of one for each; arguments as in :meth:`PEGDetection.forward`.
+    """Add the encoding of one PEG for all levels, or of one PEG per level; arguments as in :meth:`PEGDetection.forward`.
 
     Raises:
-        ValueError: another number of PEGs than one or that of the levels.
+        ValueError: a number of PEGs other than one or the number of levels.
     """
     if len(pegs) == 1:
         return pegs[0](tokens, padding_mask, *level_shapes)
@@ -155,24 +156,24 @@ def encode_levels(pegs: Sequence[PEGDetection], tokens: Tensor, padding_mask: Te
 
 
 class PEGEncoding(PositionEncoding):
-    """:class:`PEGDetection` after chosen encoder layers, alone or beside an encoding that is added or acts inside layers.
+    """:class:`PEGDetection` after chosen encoder layers, alone or with an encoding that is additive or acts inside layers.
 
     Args:
         channels: C.
         num_levels: L.
-        num_layers: encoder layers, the bound of ``positions``.
-        additive: builder, from the channels, of the encoding beside it; ``None``: there is none.
-        peg: builder of one PEG, from the channels and the last four arguments: :class:`PEGDetection` or one of
+        num_layers: number of encoder layers, which limits ``positions``.
+        additive: function that builds the other encoding from the channels; ``None``: no other encoding.
+        peg: builder of one PEG from the channels and the last four arguments: :class:`PEGDetection` or one of
             ``studies/ablations.py``.
         positions: the layers after which a PEG acts; -1 is before the first. 0, the default, is CPVT's choice.
-        share_levels: one PEG for all levels at a position, whose norm looks at all of them, instead of one for each.
+        share_levels: use one PEG for all levels at a position, whose norm looks at all of them, instead of one per level.
         kernel_size: side of the convolution's kernel, odd.
         norm: norm after the convolution: BN, SyncBN, GN or none.
         mask_input: keep padded tokens out of convolution and statistics; ``False``: as in the authors' code.
         zero_init: start as the identity, to fine-tune trained weights.
 
     Raises:
-        ValueError: positions outside [-1, ``num_layers`` - 1], double, or none at all.
+        ValueError: positions outside [-1, ``num_layers`` - 1], repeated positions, or no position.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A depthwise convolution inside the feed-forward network of every layer: PEG's idea, where GTR has it."""
+"""A depthwise convolution inside the feed-forward network of every layer: PEG's idea at the place where GTR uses it."""
 
 from collections.abc import Sequence
 
@@ -12,12 +12,12 @@ from cpvt_det.structures import Size, has_padding
 
 @register_position("peg_ffn")
 class FeedForwardPEGEncoding(PositionEncoding):
-    """A 3x3 depthwise convolution with zero padding and a bias, of the network's inner channels, before its activation.
+    """A 3x3 depthwise convolution with zero padding and a bias, on the network's inner channels, before its activation.
 
     Padded tokens are zeroed before it, so that they look like the border.
 
     Args:
-        num_layers: layers of the encoder, of which each has a convolution.
+        num_layers: number of encoder layers; each has a convolution.
         ffn_channels: F.
         kernel_size: side of the convolution's kernel, odd.
         zero_init: start as the identity, to fine-tune trained weights.
@@ -25,7 +25,7 @@ class FeedForwardPEGEncoding(PositionEncoding):
     Raises:
         ValueError: a kernel size that is not odd and positive; in ``feed``, several levels.
 
-    Source: arXiv 2609.26590 (GTR), where it acts on the gated half of a SwiGLU, on squares.
+    Source: arXiv 2609.26590 (GTR), where it acts on the gated half of a SwiGLU, on square maps.
     """
 
     def __init__(

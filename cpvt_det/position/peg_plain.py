@@ -12,12 +12,12 @@ from cpvt_det.position.peg import PEGDetection, PEGEncoding
 
 
 class PlainPEGEncoding(PEGEncoding):
-    """Plain PEGs, as of :class:`PEGDetection`, after chosen encoder layers, alone or beside another encoding.
+    """Plain PEGs, as in :class:`PEGDetection`, after chosen encoder layers, alone or with another encoding.
 
     Args:
         channels, num_levels, num_layers, additive, positions, share_levels, kernel_size, mask_input, zero_init: as in
             :class:`PEGEncoding`.
-        peg: builder of one PEG, as there; it is called with ``plain`` too.
+        peg: builder of one PEG, as in :class:`PEGEncoding`; it is also called with ``plain``.
 
     Source: arXiv 2102.10882, algorithm 1.
     """

@@ -12,20 +12,20 @@ from cpvt_det.structures import Size
 
 @register_position("relative")
 class RelativeEncoding(PositionEncoding):
-    """A query is compared with each key plus what two tables have for the offset of their rows and of their columns.
+    """Each query is compared with a key plus two learned vectors, one for the offset of their rows, one for that of their columns.
 
-    ``q . (k + rows[dy] + columns[dx])``, scaled as without them; the heads of a layer share its tables.
+    The product is ``q . (k + rows[dy] + columns[dx])``, scaled as usual. The heads of a layer share its tables.
 
     Args:
         channels: C.
-        num_layers: layers of the encoder, with tables of their own.
+        num_layers: number of encoder layers; each has its own tables.
         num_heads: M.
-        range: K; offsets beyond -K to K are taken as the nearest of these.
+        range: K; offsets are clipped to the range from -K to K.
 
     Raises:
-        ValueError: heads that do not divide the channels, or no range.
+        ValueError: heads that do not divide the channels, or a range below 1.
 
-    Source: arXiv 1803.02155, equation 4 (keys alone: nothing is added to the values), on two axes as in arXiv 1904.09925.
+    Source: arXiv 1803.02155, equation 4 (keys only; nothing is added to the values), on two axes as in arXiv 1904.09925.
     """
 
     def __init__(self, channels: int, num_layers: int, num_heads: int, range: int = 8):
@@ -49,7 +49,7 @@ class RelativeEncoding(PositionEncoding):
         return queries, keys, bias.flatten(4).flatten(2, 3)
 
     def _products(self, queries: Tensor, table: Tensor, side: int) -> Tensor:
-        """(B, M, side, n, C / M) queries -> (B, M, side, n, side), with the vector of the offset to each place of the axis."""
+        """(B, M, side, n, C / M) queries -> (B, M, side, n, side), their products with the vectors of all offsets on the axis."""
         place = torch.arange(side, device=queries.device)
         offset = (place - place[:, None]).clamp(-self.range, self.range) + self.range  # (side, side), of query and key
         index = offset[:, None].expand(*queries.shape[:-1], -1)

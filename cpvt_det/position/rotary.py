@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary positions: queries and keys are turned by angles that grow with their row and column, so that products see offsets."""
+"""Rotary positions: queries and keys are rotated by angles that grow with row and column, so that products depend on offsets."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from cpvt_det.structures import Size
 
 
 class RotaryEncoding(PositionEncoding):
-    """Pairs of neighbouring channels of a query or key are turned by the angle that :meth:`angles` gives their cell.
+    """Pairs of neighbouring channels of a query or key are rotated by the angle that :meth:`angles` gives for their cell.
 
     Cells count from the upper left corner of each image, so padding changes nothing.
     """
@@ -31,7 +31,7 @@ class RotaryEncoding(PositionEncoding):
         """Angles in radians.
 
         Args:
-            y, x: (H,) and (W,) float, rows and columns from 0.
+            y, x: (H,) and (W,) float, rows and columns counted from 0.
             layer: the index of the layer.
 
         Returns:
@@ -42,15 +42,15 @@ class RotaryEncoding(PositionEncoding):
 
 @register_position("rope")
 class AxialRotaryEncoding(RotaryEncoding):
-    """The first half of a head's channels is turned by the row, the second by the column, each at falling frequencies.
+    """The first half of a head's channels is rotated by the row, the second by the column, each with falling frequencies.
 
     Args:
         channels: C.
         num_heads: M; C / M is a multiple of 4.
-        frequency_ratio: ratio of the highest frequency to the lowest, for as many channels.
+        frequency_ratio: ratio of the highest frequency to the lowest, in the limit of many channels.
 
     Raises:
-        ValueError: channels per head that are no multiple of 4.
+        ValueError: channels per head that are not a multiple of 4.
 
     Source: arXiv 2104.09864, on two axes as in arXiv 2403.13298, section 3.2.
     """
@@ -71,19 +71,19 @@ class AxialRotaryEncoding(RotaryEncoding):
 
 @register_position("rope_mixed")
 class MixedRotaryEncoding(RotaryEncoding):
-    """Every pair of channels has a learned direction of its own, in which it is turned; per layer and head.
+    """Every pair of channels has its own learned direction along which its angle grows, per layer and head.
 
     Args:
         channels: C.
         num_layers: layers of the encoder.
         num_heads: M; C / M is a multiple of 4.
-        frequency_ratio: ratio of the highest initial frequency to the lowest, for as many channels.
+        frequency_ratio: ratio of the highest initial frequency to the lowest, in the limit of many channels.
 
     Raises:
-        ValueError: channels per head that are no multiple of 4.
+        ValueError: channels per head that are not a multiple of 4.
 
-    Source: arXiv 2403.13298, section 3.3; initial values as in naver-ai/rope-vit: a random direction per head and the one at a
-    right angle to it.
+    Source: arXiv 2403.13298, section 3.3; initial values as in naver-ai/rope-vit: a random direction per head, and the direction at
+    a right angle to it.
     """
 
     def __init__(self, channels: int, num_layers: int, num_heads: int, frequency_ratio: float = 10.0):
@@ -100,7 +100,7 @@ class MixedRotaryEncoding(RotaryEncoding):
 
 
 def _turn(x: Tensor, sine: Tensor, cosine: Tensor) -> Tensor:
-    """(B, M, N, C / M), with each pair of channels turned by the angle of (..., N, C / 2 M)."""
+    """(B, M, N, C / M) with each pair of channels rotated by its angle, from (..., N, C / 2 M)."""
     first, second = x[..., 0::2], x[..., 1::2]
     turned = torch.stack((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
     return turned.flatten(-2).to(x.dtype)

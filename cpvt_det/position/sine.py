@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DETR's sine encoding, and Deformable-DETR's, which is another by half a cell."""
+"""DETR's sine encoding, and Deformable-DETR's, which is shifted by half a cell."""
 
 import functools
 import math
@@ -14,18 +14,19 @@ from cpvt_det.structures import require_bool
 
 
 class SineEncoding(PositionEncoding):
-    """Sines and cosines of the row and the column, by default as parts of the valid part of the map.
+    """Sines and cosines of the row and the column, by default relative to the size of the valid part of the map.
 
-    Computed in float32, or float64 for float64 features, whatever autocast says; so half precision cannot round positions.
+    Computed in float32, or float64 for float64 features, even under autocast, so that half precision cannot round positions.
 
     Args:
         channels: C, a multiple of 4; the first half encodes the row, the second the column.
         offset: number added to the cell index, which counts from 1: 0 in DETR, -0.5 in Deformable-DETR.
-        temperature: the longest wavelength over the shortest, for as many channels.
-        normalize: the valid part of the map is the whole turn; ``False``: a cell is one radian, whatever the image's size.
+        temperature: ratio of the longest wavelength to the shortest, in the limit of many channels.
+        normalize: scale angles so that the valid part of the map is a full turn; ``False``: a cell is one radian, whatever the
+            image's size.
 
     Raises:
-        ValueError: channels that are no multiple of 4, or a temperature that is not above 0.
+        ValueError: channels that are not a multiple of 4, or a temperature that is not above 0.
         TypeError: in ``forward``, a mask that is not bool.
 
     Source: arXiv 2005.12872, appendix A.4; the offset from fundamentalvision/Deformable-DETR ``models/position_encoding.py``.
@@ -58,12 +59,12 @@ class SineEncoding(PositionEncoding):
 
 
 def sines(angle: Tensor, channels: int, temperature: float = defaults.TEMPERATURE) -> Tensor:
-    """Sines and cosines alternately, of wavelengths that rise from 2 pi to nearly ``temperature`` times that.
+    """Alternating sines and cosines, with wavelengths that rise from 2 pi to nearly ``temperature`` times that.
 
     Args:
         angle: (...) float, in radians.
         channels: number of channels, even.
-        temperature: the longest wavelength over the shortest, for as many channels.
+        temperature: ratio of the longest wavelength to the shortest, in the limit of many channels.
 
     Returns:
         (..., ``channels``).

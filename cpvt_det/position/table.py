@@ -16,13 +16,13 @@ CUBIC, CUBIC_ANTIALIASED = -0.75, -0.5
 
 @register_position("table")
 class TableEncoding(PositionEncoding):
-    """A learned vector for each cell of a grid, stretched over the valid part of each image, whatever canvas it is on.
+    """A learned vector for each cell of a grid, stretched over the valid part of each image, independent of the canvas.
 
     Args:
         channels: C.
-        grid: (height, width) of the table; an image of this many cells gets the table itself, bit for bit.
-        antialias: bicubic interpolation as torch's with ``antialias=True``, as timm does; ``False``, as DeiT's fine-tuning does.
-            They differ in enlarging too.
+        grid: (height, width) of the table; an image with exactly these cells gets the table itself, bit for bit.
+        antialias: interpolate like torch's bicubic interpolation with ``antialias=True``, as timm does; ``False``: without it, as
+            in DeiT's fine-tuning. The two also differ when the table is enlarged.
 
     Raises:
         ValueError: a grid without cells.
@@ -55,26 +55,26 @@ class TableEncoding(PositionEncoding):
 
 
 def interpolate(table: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """A table (C, I, J) at places between its entries, (B, H, I) and (B, W, J) weights of them -> (B, C, H, W)."""
+    """Interpolate a table (C, I, J) with weights of its entries, (B, H, I) for rows and (B, W, J) for columns -> (B, C, H, W)."""
     return rows[:, None] @ (table @ columns.mT[:, None])
 
 
 def cubic_weights(extents: Tensor, side: int, size: int, dtype: torch.dtype, antialias: bool = False) -> Tensor:
-    """Bicubic interpolation of one axis as a matrix for each image, so that it is a product and needs no loop over images.
+    """Bicubic interpolation along one axis as one matrix per image, so that it is a product and needs no loop over images.
 
     Args:
-        extents: (B,) int, valid cells of the axis.
-        side: cells of the axis, valid or not.
-        size: entries of the axis of the table.
+        extents: (B,) int, number of valid cells along the axis.
+        side: number of cells along the axis, valid or not.
+        size: number of entries of the table along the axis.
         dtype: dtype of the result.
-        antialias: as of ``torch.nn.functional.interpolate``.
+        antialias: as in ``torch.nn.functional.interpolate``.
 
     Returns:
         (B, ``side``, ``size``) float; rows of valid cells sum to 1.
     """
     step = size / extents.clamp(min=1).to(dtype)[:, None]  # (B, 1), entries per cell
     center = (torch.arange(side, dtype=dtype, device=extents.device) + 0.5) * step - 0.5  # (B, side), half-pixel centres
-    center = center.clamp(max=size - 0.5)  # of padded cells, which are beyond the table
+    center = center.clamp(max=size - 0.5)  # for padded cells, which lie beyond the table
     entries = torch.arange(size, dtype=dtype, device=extents.device)
     if antialias:
         wide = step.clamp(min=1)[..., None]
@@ -82,12 +82,12 @@ def cubic_weights(extents: Tensor, side: int, size: int, dtype: torch.dtype, ant
         return weights / weights.sum(-1, keepdim=True)
     first = center.floor()[..., None] + torch.arange(-1, 3, dtype=dtype, device=extents.device)  # (B, side, 4), four entries each
     weights = _cubic(first - center[..., None], CUBIC)
-    is_entry = first.clamp(0, size - 1)[..., None] == entries  # beyond the table its border is repeated
+    is_entry = first.clamp(0, size - 1)[..., None] == entries  # beyond the table, its border is repeated
     return (weights[..., None] * is_entry).sum(2)
 
 
 def _cubic(x: Tensor, a: float) -> Tensor:
-    """The kernel of cubic convolution (Keys 1981), of distances in entries."""
+    """The kernel of cubic convolution (Keys 1981) for distances in entries."""
     x = x.abs()
     near = ((a + 2) * x - (a + 3)) * x * x + 1
     far = ((x - 5) * x + 8) * x * a - 4 * a

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training step of a classifier adds: Mixup and CutMix on the batch, and a teacher.
+"""Additions to a classifier's training step: Mixup and CutMix on the batch, and a teacher.
 
-Their random numbers come from torch's state, which the step sets from seed, iteration and process before it calls the model.
+Their random numbers come from torch's random state, which the step sets from seed, iteration and process before it calls the model.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,16 +16,16 @@ from cpvt_det.losses import Losses
 from cpvt_det.losses.soft_labels import ClassCriterion
 
 Teacher = Callable[[Tensor], Tensor]
-"""(B, 3, h, w) float, RGB from 0 to 255 -> (B,) int64, the classes that the teacher finds."""
+"""Function from (B, 3, h, w) float images, RGB from 0 to 255, to (B,) int64, the classes that the teacher predicts."""
 
 
 class BatchMixing:
-    """Mixup or CutMix, each on half of the batches where both are on: an image is mixed with one drawn at random,
-    since neighbours in a batch may be copies of one image (``INPUT.CLASSIFY.REPEATS``).
+    """Mixup or CutMix; if both are on, each gets half of the batches. An image is mixed with one drawn at random, because
+    neighbours in a batch may be copies of one image (``INPUT.CLASSIFY.REPEATS``).
 
     Args:
         num_classes: K.
-        mixup, cutmix: parameter of the Beta distribution of the share of one image, for each; 0: without it.
+        mixup, cutmix: parameter of each one's Beta distribution, from which the share of one image is drawn; 0 switches it off.
 
     Raises:
         ValueError: a negative parameter.
@@ -50,7 +50,7 @@ class BatchMixing:
             labels: (B,) int64.
 
         Returns:
-            The images, in another order, and the shares of the classes in them, (B, K) float.
+            The mixed images, in a different order, and the shares of the classes in them, (B, K) float.
         """
         if self._mix is None or len(images) < 2:
             return images, F.one_hot(labels, self.num_classes).to(images.dtype)
@@ -60,13 +60,13 @@ class BatchMixing:
 
 
 class ClassTrainingModel(nn.Module):
-    """A classifier and its loss as one module, so that one call of a wrapper (DDP) makes the losses.
+    """A classifier and its loss as one module, so that one call of a wrapper (DDP) computes the losses.
 
     Args:
         detector: classifier; its state dict is what checkpoints hold.
         criterion: loss; it has no parameters.
         mixing: Mixup and CutMix.
-        teacher: model to learn from, which is no part of this one; ``None``: none.
+        teacher: model to learn from, not a submodule of this one; ``None``: no teacher.
     """
 
     def __init__(self, detector: nn.Module, criterion: ClassCriterion, mixing: BatchMixing, teacher: Teacher | None = None):
@@ -77,7 +77,7 @@ class ClassTrainingModel(nn.Module):
         self._teacher = (teacher,)  # in a tuple, so that it gets no gradients, no training mode and no place in the state
 
     def forward(self, samples: Sequence[Sample], normalizers: int | None = None) -> Losses:
-        """The losses of samples of one size with ``image`` and ``targets``; ``normalizers`` as :meth:`normalizers` returns them."""
+        """The losses of samples of one size with ``image`` and ``targets``; ``normalizers`` is a result of :meth:`normalizers`."""
         batch = self.detector.preprocess([sample["image"] for sample in samples])
         height, width = batch.image_sizes[0]
         labels = torch.cat([sample["targets"].labels for sample in samples]).to(batch.images.device)
@@ -90,5 +90,5 @@ class ClassTrainingModel(nn.Module):
         return self.criterion(predictions.logits, shares, taught, normalizers)
 
     def normalizers(self, samples: Sequence[Sample]) -> int:
-        """The divisor of a whole step, for :meth:`forward` with a part of its samples."""
+        """The divisor of a whole step, for calls of :meth:`forward` with a part of the step's samples."""
         return len(samples)

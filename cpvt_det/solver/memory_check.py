@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether memory can hold a step: on the CPU before it, where the system ends a process that needs too much, without a message.
+"""Checks whether memory can hold a step. On the CPU they run before the step, because the system kills a process that needs too
+much memory without a message.
 
-One image of the first batch is passed through the detector, on the canvas of its batch, and what autograd keeps of it is counted.
-All images of a part of the batch are kept at the same time, so their sum is a lower bound of what the step needs beyond what the
-process has already: outputs that nothing keeps, gradients, the optimiser and the work space of operators come on top. Queries of
-training alone are counted before: their attention mask may be more than there is.
+One image of the first batch is passed through the detector, on the canvas of its batch, and the memory that autograd keeps for it
+is counted. All images of a part of the batch are kept at the same time, so their sum is a lower bound for the step.
+Outputs that nothing keeps, gradients, the optimiser and the work space of operators come on top. Training-only queries are counted
+before that, because their attention mask alone may exceed the memory.
 """
 
 import contextlib
@@ -25,27 +26,27 @@ from cpvt_det.structures import Targets
 
 logger = logging.getLogger("cpvt_det")
 LARGE = 4_000
-"""Bytes per pixel of a batch that must be available for a step to be taken without a look; detectors of this package keep less."""
+"""Available bytes per pixel of a batch above which a step is not checked; detectors of this package keep less."""
 LARGE_SQUARE = 1_000
-"""The same per pair of queries that the decoder's self-attention compares; with denoising there may be thousands of them."""
+"""The same per pair of queries that the decoder's self-attention compares; with denoising there may be thousands of queries."""
 CERTAIN = 1.1
-"""Refused is a step whose lower bound is this many times the available memory: several images may differ from one times several."""
+"""A step is refused if its lower bound exceeds the available memory by this factor, because images may differ in their need."""
 LIKELY = 1.5
-"""A warning is due where the lower bound times this exceeds the available memory; an advised part stays below."""
+"""A warning is given if the lower bound times this factor exceeds the available memory; an advised part stays below."""
 SMALLER = "set smaller INPUT.MIN_SIZE_TRAIN and MAX_SIZE_TRAIN, or MODEL.CHECKPOINTING True"
 HARDLY_LESS = f"one image at a time is hardly less: {SMALLER}"
 
 
 @contextlib.contextmanager
 def out_of_memory_explained(images: int, parts: int) -> Iterator[None]:
-    """Within the block, a GPU whose memory is used up gets the line to write.
+    """Within the block, turn an out-of-memory error of the GPU into one that says which setting helps.
 
     Args:
-        images: samples of this process in the step.
+        images: number of samples of this process in the step.
         parts: ``SOLVER.ACCUMULATE``.
 
     Raises:
-        ConfigError: memory that does not suffice.
+        ConfigError: the GPU's memory is not enough.
     """
     try:
         yield
@@ -62,13 +63,13 @@ def require_memory(detector: nn.Module, part: Sequence[Sample], count: int, amp_
     """Refuse a step that cannot fit. Every process must call it; the detector and its statistics do not change.
 
     Args:
-        detector: model of the step, in training mode; one that is no model of this package is not looked at.
-        part: samples that are worked through at the same time.
-        count: all samples of this process in a step.
+        detector: model of the step, in training mode; a model from outside this package is not checked.
+        part: samples that are processed at the same time.
+        count: number of all samples of this process in a step.
         amp_dtype: dtype of autocast; ``None`` for full precision.
 
     Raises:
-        ConfigError: a step that needs more than there is, with the ``SOLVER.ACCUMULATE`` that helps.
+        ConfigError: a step that needs more memory than available; the message gives the ``SOLVER.ACCUMULATE`` that helps.
     """
     available = memory.available()
     if not isinstance(detector, ImageModel) or detector.pixel_mean.device.type != "cpu" or available is None:
@@ -79,7 +80,7 @@ def require_memory(detector: nn.Module, part: Sequence[Sample], count: int, amp_
     targets = [sample["targets"] for sample in part]
     squared = _require_attention_mask(detector, targets, available // processes)
     expected = processes * (batch.padding_mask.numel() * LARGE + len(part) * squared * LARGE_SQUARE)
-    if not distributed.all_reduce_max(int(expected > available)):  # all look, as norms may talk to each other
+    if not distributed.all_reduce_max(int(expected > available)):  # all processes check, because norms may communicate
         return
     targets = [max(targets, key=lambda target: 0 if target is None else len(target))]
     images, padding_mask = batch.images[:1].clone(), batch.padding_mask[:1].clone()
@@ -94,7 +95,7 @@ def require_memory(detector: nn.Module, part: Sequence[Sample], count: int, amp_
 
 
 def _require_images(detector: ImageModel, part: Sequence[Sample], count: int, available: int) -> None:
-    """Refuse images that do not fit before anything is computed of them."""
+    """Refuse images that do not fit even before anything is computed from them."""
     height, width = (max(sample["image"].shape[axis] for sample in part) for axis in (1, 2))
     taken = len(part) * 3 * height * width * detector.pixel_mean.element_size()
     if distributed.all_reduce_max(int(taken > available)):
@@ -107,10 +108,10 @@ def _require_images(detector: ImageModel, part: Sequence[Sample], count: int, av
 
 
 def _require_attention_mask(detector: ImageModel, targets: Sequence[Targets | None], available: int) -> int:
-    """Refuse queries of training whose attention mask does not fit.
+    """Refuse training-only queries whose attention mask does not fit.
 
     Returns:
-        The square of the number of queries, 0 without queries of training.
+        The square of the number of queries, or 0 without training-only queries.
     """
     source = getattr(detector, "queries", None)
     denoising, hybrid = getattr(source, "denoising", None), getattr(source, "hybrid", 0)
@@ -133,7 +134,7 @@ def _require_attention_mask(detector: ImageModel, targets: Sequence[Targets | No
 
 
 def _judge(each: int, images: int, count: int, available: int, size: str, has_many_queries: bool = False) -> None:
-    """Refuse, warn of, or pass ``images`` at once that keep ``each`` bytes, perhaps because of queries of training."""
+    """Refuse, warn about, or accept ``images`` at once that keep ``each`` bytes, perhaps because of training-only queries."""
     need = each * images
     if need * LIKELY <= available:
         return
@@ -151,9 +152,9 @@ def _judge(each: int, images: int, count: int, available: int, size: str, has_ma
 
 
 def kept_bytes(function: Callable[..., Any], *args: Any) -> int:
-    """What autograd keeps for the backward pass of a call, in bytes; without parameters and buffers, each storage once.
+    """The bytes that autograd keeps for the backward pass of a call, without parameters and buffers; each storage counts once.
 
-    Tensors of functions that compute their activations again (``MODEL.CHECKPOINTING``) are not counted.
+    Tensors of functions that recompute their activations (``MODEL.CHECKPOINTING``) are not counted.
     """
     modules = [function] if isinstance(function, nn.Module) else []
     own = {_storage(t) for module in modules for t in (*module.parameters(), *module.buffers())}
@@ -165,7 +166,7 @@ def kept_bytes(function: Callable[..., Any], *args: Any) -> int:
         return tensor.detach()  # an output that kept itself would never be freed
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        result = function(*args)  # until here nothing that is kept is freed, so that no place in memory is used twice
+        result = function(*args)  # kept tensors are not freed before this point, so no address is used twice
     total = sum(kept.values())
     del result
     return total

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdamW for groups of parameters: backbone, sampling points, the rest; weight decays of norms, PEGs, biases and embeddings."""
+"""AdamW with groups of parameters: backbone, sampling points, the rest; weight decays of norms, PEGs, biases and embeddings."""
 
 import math
 import re
@@ -37,22 +37,22 @@ def parameter_groups(
         backbone_lr: learning rate of the parameters in ``model.backbone``.
         weight_decay: weight decay of all parameters, as in DETR, unless one of the next four decays applies.
         points_lr_multiplier: factor on the learning rate of Deformable-DETR's sampling offsets and reference points.
-        norm_weight_decay: weight decay of norms, including those in a PEG; ``None`` for no difference.
-        peg_weight_decay: weight decay of a PEG's parameters, unless ``norm_weight_decay`` applies; ``None`` for no difference.
-        bias_weight_decay: weight decay of biases, those of norms and PEGs too; ``None`` for no difference.
-        embed_weight_decay: weight decay of embeddings: queries, tokens, tables, and whatever else is neither a weight nor a bias;
-            ``None`` for no difference.
+        norm_weight_decay: weight decay of norms, including those in a PEG; ``None``: no separate decay.
+        peg_weight_decay: weight decay of a PEG's parameters, unless ``norm_weight_decay`` applies; ``None``: no separate decay.
+        bias_weight_decay: weight decay of biases, including those of norms and PEGs; ``None``: no separate decay.
+        embed_weight_decay: weight decay of embeddings: queries, tokens, tables, and everything else that is neither a weight nor
+            a bias; ``None``: no separate decay.
         lr_multipliers: (part, factor on its learning rate) pairs, with parts as in
             :func:`cpvt_det.models.image_model.belongs_to_part`; for a part inside another one, both factors are multiplied.
-        layer_decay: factor on the learning rate of the backbone's parameters, per layer that comes after them; other than 1 only
-            for a backbone with ``layers_above`` (arXiv 2106.08254, appendix).
+        layer_decay: factor on the learning rate of the backbone's parameters for each layer after them (arXiv 2106.08254,
+            appendix); a value other than 1 needs a backbone with ``layers_above``.
 
     Returns:
         Groups for ``torch.optim``, with ``params``, ``lr`` and ``weight_decay``.
 
     Raises:
         UnknownNameError: a factor for a part that the model does not have.
-        ValueError: a layer decay that is not above 0, or of a backbone without layers.
+        ValueError: a layer decay that is not above 0, or one other than 1 for a backbone without ``layers_above``.
     """
     if layer_decay <= 0:
         raise ValueError(f"the decay per layer must be above 0, got {layer_decay}")
@@ -79,7 +79,7 @@ def parameter_groups(
 
 
 def _of_modules(model: nn.Module, kinds: Sequence[tuple[Any, float | None]]) -> dict[int, float]:
-    """Weight decay, by ``id`` of the parameter, of modules of some kinds; of two that apply, the later one."""
+    """Weight decay by ``id`` of the parameter, for modules of some kinds; if two apply, the later one counts."""
     found: dict[int, float] = {}
     for kind, decay in kinds:
         if decay is not None:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One training step: samples -> losses -> gradients -> new weights. Both runners take it.
+"""One training step: samples -> losses -> gradients -> new weights. Both runners use it.
 
-The global random state is set from (seed, iteration, process) before every step, so dropout repeats in a resumed run, and in the
-other runner, without being saved.
+The global random state is set from (seed, iteration, process) before every step. So dropout repeats in a resumed run, and in the
+other runner, without a saved state.
 
-A step with anything that is not finite is not taken: weights, optimiser, running statistics and moving average stay. The device
-decides that, and the host does not wait for it.
+A step with anything that is not finite is skipped: weights, optimiser, running statistics and moving average do not change. The
+device decides this, and the host does not wait for it.
 """
 
 import contextlib
@@ -30,11 +30,11 @@ from cpvt_det.structures import Targets
 
 
 class TrainingModel(nn.Module):
-    """A detector and its criterion as one module, so that one call of a wrapper (DDP) makes the losses.
+    """A detector and its criterion as one module, so that one call of a wrapper (DDP) computes the losses.
 
     Args:
         detector: any detector with ``preprocess``; its state dict is what checkpoints hold.
-        criterion: the set loss, of the same classification; it has no parameters.
+        criterion: the set loss, for the same classification; it has no parameters.
     """
 
     def __init__(self, detector: nn.Module, criterion: SetCriterion):
@@ -43,11 +43,11 @@ class TrainingModel(nn.Module):
         self.criterion = criterion
 
     def forward(self, samples: Sequence[Sample], normalizers: Normalizers | None = None) -> Losses:
-        """Samples -> losses, in one process.
+        """Compute the losses of samples, in one process.
 
         Args:
             samples: each with ``image`` (3, h, w) in [0, 255] and ``targets``.
-            normalizers: divisors of the whole step, if these samples are a part of it.
+            normalizers: divisors of the whole step, if these samples are only a part of it.
         """
         batch = self.detector.preprocess([sample["image"] for sample in samples])
         targets = [sample["targets"].to(batch.images.device) for sample in samples]
@@ -55,13 +55,13 @@ class TrainingModel(nn.Module):
         return self.criterion(predictions, targets, normalizers)
 
     def normalizers(self, samples: Sequence[Sample]) -> Normalizers:
-        """The divisors of a whole step, for :meth:`forward` with a part of its samples."""
+        """The divisors of a whole step, for calls of :meth:`forward` with a part of the step's samples."""
         targets: list[Targets] = [sample["targets"].to(self.detector.pixel_mean.device) for sample in samples]
         return self.criterion.normalizers(targets, self.detector.num_queries)
 
 
 def wrap_for_processes(model: TrainingModel) -> nn.Module:
-    """DDP where there are several processes, on GPUs or CPUs; the model itself in one."""
+    """The model in DDP if there are several processes, on GPUs or CPUs; else the model itself."""
     if distributed.world_size() == 1:
         return model
     device = model.detector.pixel_mean.device
@@ -74,11 +74,11 @@ class StepOptions:
 
     Attributes:
         clip_norm: bound on the norm of all gradients together; ``None`` for no clipping.
-        accumulate: parts that a process's samples are worked through in; the result is that of one part, but for norms that look
-            at the batch, for dropout and denoising, which draw their random numbers part by part, and for metrics, which are means
+        accumulate: number of parts in which a process's samples are processed. The result is the same as with one part, except for
+            norms with batch statistics, dropout and denoising, which draw random numbers part by part, and metrics, which are means
             over parts.
         amp_dtype: dtype of autocast; ``None`` for full precision.
-        max_bad_steps: steps in a row that are not finite, after which a run ends.
+        max_bad_steps: number of steps in a row that are not finite after which a run ends.
     """
 
     clip_norm: float | None = 0.1
@@ -88,7 +88,7 @@ class StepOptions:
 
 
 class TrainStep:
-    """Takes steps.
+    """Takes training steps.
 
     Args:
         model: a :class:`TrainingModel`, or DDP around one.
@@ -96,11 +96,11 @@ class TrainStep:
         learning_rate: factor on the groups' learning rates at this point.
         options: clipping, accumulation, precision.
         seed: seed of the run.
-        ema: updated after every step.
+        ema: moving average of the weights, updated after every step; ``None``: no average.
 
     Attributes:
         bad_steps: counter of skipped steps, read at log time.
-        done: the last iteration whose weights are whole; ``None`` before the first, and after an error in their change.
+        done: the last iteration whose weights are complete; ``None`` before the first, and after an error while they changed.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class TrainStep:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take all three; a run without a scaler may go on with one."""
+        """Restore all three; a run that had no scaler may continue with one."""
         self.optimizer.load_state_dict(state["optimizer"])
         if state.get("grad_scaler"):
             self.scaler.load_state_dict(state["grad_scaler"])
@@ -144,22 +144,22 @@ class TrainStep:
 
     @property
     def lr(self) -> float:
-        """The current learning rate of the group with the highest."""
+        """The highest current learning rate of any group."""
         return max(group["lr"] for group in self.optimizer.param_groups)
 
     def __call__(self, samples: Sequence[Sample], iteration: int) -> dict[str, Tensor]:
-        """Take the step of one iteration.
+        """Take the training step of one iteration.
 
         Args:
             samples: this process's share of the batch.
             iteration: number of the step, from 0.
 
         Returns:
-            ``total_loss``, every loss, every metric, ``grad_norm``, and ``skipped``, 1 for a step that was not taken: detached
-            scalars on the device, of this process.
+            ``total_loss``, every loss, every metric, ``grad_norm``, and ``skipped``, which is 1 for a skipped step; all are
+            detached scalars on the device, of this process.
 
         Raises:
-            ConfigError: a first step that memory cannot hold, or any on a GPU.
+            ConfigError: the first step, or on a GPU any step, does not fit into memory.
         """
         self.model.train()
         if not self._fits:
@@ -174,7 +174,7 @@ class TrainStep:
         try:
             with out_of_memory_explained(len(samples), self.options.accumulate):
                 record, finite = self._backward(samples)
-        except BaseException:  # such as of another process that has ended: the state is again that after the step before
+        except BaseException:  # for example because another process has ended; restore the state after the previous step
             for buffer, old in zip(statistics, before, strict=True):
                 buffer.copy_(old)
             raise
@@ -196,14 +196,14 @@ class TrainStep:
         self._fits = True
 
     def _update(self, bad: Tensor) -> None:
-        """New weights; the old ones after a bad step, which also halves the scale of float16 losses."""
-        # Not scaler.step: it would look for what is not finite once more, and see this process's gradients alone.
+        """Update the weights; after a bad step they stay, and the scale of float16 losses is halved."""
+        # Not scaler.step: it would search for non-finite values again, and see only this process's gradients.
         self.optimizer.found_inf = bad.float()
         self.optimizer.step()
         self.scaler.update()
 
     def _backward(self, samples: Sequence[Sample]) -> tuple[dict[str, Tensor], Tensor]:
-        """Gradients of all parts. The sums of their losses and means of their metrics; (B,) bool, whose predictions are finite."""
+        """Compute the gradients of all parts. Return summed losses and mean metrics, and (B,) bool, True for finite predictions."""
         parts = split_samples(samples, self.options.accumulate)
         normalizers = self.training_model.normalizers(samples) if len(parts) > 1 else None
         device = self.training_model.detector.pixel_mean.device
@@ -224,7 +224,7 @@ class TrainStep:
         return record, torch.cat(finite)
 
     def _clip(self) -> Tensor:
-        """Bound the gradients; the norm they had."""
+        """Clip the gradients, and return the norm that they had."""
         self.scaler.unscale_(self.optimizer)
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         bound = float("inf") if self.options.clip_norm is None else self.options.clip_norm
@@ -232,21 +232,21 @@ class TrainStep:
 
 
 def split_samples(samples: Sequence[Sample], parts: int) -> list[Sequence[Sample]]:
-    """Samples in parts of nearly equal length, none of them empty."""
+    """The samples in parts of nearly equal length, none of them empty."""
     parts = min(parts, len(samples))
     borders = [round(number * len(samples) / parts) for number in range(parts + 1)]
     return [samples[start:end] for start, end in itertools.pairwise(borders)]
 
 
 def _nan_unless_finite(total: Tensor, finite: Tensor) -> Tensor:
-    """``total``; times NaN where it or a prediction is not finite.
+    """``total``, or NaN if it or a prediction is not finite.
 
-    Then all of this process's gradients are NaN, and after averaging those of every process: so all agree to skip the step.
+    With NaN, all gradients of this process are NaN, and after averaging, those of every process. So all agree to skip the step.
     """
     return total * torch.where(finite.all() & total.detach().isfinite(), 1.0, torch.nan)
 
 
 def _running_statistics(model: nn.Module) -> list[Tensor]:
-    """What norms in training write: means and variances, which one NaN would spoil for ever, and counters."""
+    """Buffers that norms update in training: counters, and means and variances, which a single NaN would corrupt for good."""
     norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training]
     return [buffer for norm in norms for buffer in norm.buffers(recurse=False)]

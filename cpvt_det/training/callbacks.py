@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Callbacks of a training run: called when it starts, after steps and evaluations, and when it ends; the same in both runners.
 
-This package has early stopping (``SOLVER.EARLY_STOPPING``), and ``wandb`` (Weights & Biases) and ``mlflow``, which send a run's
-numbers elsewhere. Each of the two packages is an extra of its name; its own environment variables name server and key.
+This package has early stopping (``SOLVER.EARLY_STOPPING``), and the callbacks ``wandb`` (Weights & Biases) and ``mlflow``, which
+send a run's numbers to a server. Each of the two needs the extra of the same name, and reads server and key from the environment
+variables of its package.
 """
 
 import contextlib
@@ -30,12 +31,12 @@ from cpvt_det.training.tasks.task import Results, flatten
 logger = logging.getLogger("cpvt_det")
 SENT_FILES = ("config.yaml", "results.json", "pictures")
 CALLBACK_REGISTRY = PartRegistry("CALLBACK", "callback")
-"""Name in ``CALLBACKS`` of a config -> class of a :class:`Callback`; its keywords are options."""
+"""Name in ``CALLBACKS`` of a config -> class of a :class:`Callback`, whose keywords are its options."""
 
 
 @dataclass
 class TrainingRun:
-    """What callbacks see of a run.
+    """The view of a run that callbacks get.
 
     Attributes:
         cfg: config of the run.
@@ -43,9 +44,9 @@ class TrainingRun:
         run_id: id of the run; a resumed run keeps it.
         start: first iteration; above 0 in a resumed run.
         max_iter: number of iterations in the whole run.
-        best: the best evaluation so far, and how many there were since.
-        evaluated: the model that evaluations measure: the moving average of the weights where there is one.
-        reason: reason for which a callback wants the run to end; empty: it goes on.
+        best: the best evaluation so far, and the number of evaluations since then.
+        evaluated: the model that evaluations measure: the moving average of the weights if there is one.
+        reason: reason why a callback wants the run to end; empty: the run continues.
     """
 
     cfg: CfgNode
@@ -60,7 +61,7 @@ class TrainingRun:
     def stop(self, reason: str) -> None:
         """End the run after the current step, with an evaluation and ``model_final.pth``; the log gives the reason.
 
-        Asked for in ``on_start``, a new run ends after its first step, and a resumed one before the next.
+        If called in ``on_start``, a new run ends after its first step, and a resumed run ends before its next step.
 
         Raises:
             ValueError: an empty reason.
@@ -71,16 +72,16 @@ class TrainingRun:
 
 
 class Callback:
-    """What a run calls, in its first process; a callback overrides what it needs.
+    """Methods that a run calls in its first process; a callback overrides those that it needs.
 
-    A callback watches: it changes neither weights nor optimiser, which other processes would not see. An exception in ``on_start``
-    ends the run before its first step. After any later one the run goes on without that callback, with a warning: a server that is
-    down must not end a training. Its ``on_end`` is called all the same, so that it can close what it has opened; errors of that are
-    not reported. A :class:`cpvt_det.errors.RunStoppedError` always ends the run.
+    A callback must not change weights or optimiser, because other processes would not see the change. An exception in ``on_start``
+    ends the run before its first step. After any later exception, the run continues without that callback and logs a warning: a
+    server that is down must not end a training. Its ``on_end`` is still called, so that it can close what it has opened; errors of
+    that call are not reported. A :class:`cpvt_det.errors.RunStoppedError` always ends the run.
     """
 
     def on_start(self, run: TrainingRun) -> None:
-        """Called before the first step of a run, also of a resumed one."""
+        """Called before the first step of a run, new or resumed."""
 
     def on_step(self, run: TrainingRun, iteration: int, scalars: dict[str, float]) -> None:
         """Called every ``SOLVER.LOG_PERIOD`` iterations.
@@ -88,19 +89,19 @@ class Callback:
         Args:
             run: the run.
             iteration: iteration of the last step.
-            scalars: means since the last call of all losses and metrics and of ``grad_norm``, the number of ``skipped`` steps, and
-                ``lr``; NaN where all steps were skipped. And times.
+            scalars: means since the last call of all losses, all metrics and ``grad_norm``, NaN if all steps were skipped; the
+                number of ``skipped`` steps; ``lr``; and times.
         """
 
     def on_evaluation(self, run: TrainingRun, iteration: int, results: Results) -> None:
-        """Called after an evaluation; ``results`` are its figures, as in ``results.json``, NaN where one is not defined."""
+        """Called after an evaluation; ``results`` are its figures, as in ``results.json``, with NaN for an undefined one."""
 
     def on_end(self, run: TrainingRun, error: BaseException | None) -> None:
         """Called when the run has ended and its files are written, or with the error or the interruption that ended it."""
 
 
 def build_callbacks(cfg: CfgNode, tests: Sequence[Any], more: Sequence[Callback] = ()) -> list[Callback]:
-    """Early stopping, the callbacks that ``CALLBACKS`` names, and more.
+    """Make the callbacks of a run: early stopping, those that ``CALLBACKS`` names, and those given in Python.
 
     Args:
         cfg: config of the run.
@@ -108,9 +109,9 @@ def build_callbacks(cfg: CfgNode, tests: Sequence[Any], more: Sequence[Callback]
         more: callbacks given in Python.
 
     Raises:
-        ConfigError: an entry that is not one, a name or an option that is unknown, a package that is missing, or
-            ``SOLVER.EARLY_STOPPING`` that cannot be used.
-        TypeError: something in ``more`` that is no callback.
+        ConfigError: an invalid entry, an unknown name or option, a missing package, or a ``SOLVER.EARLY_STOPPING`` that cannot be
+            used.
+        TypeError: an object in ``more`` that is not a callback.
     """
     callbacks: list[Callback] = build_early_stopping(cfg, tests)
     for entry in cfg.CALLBACKS:
@@ -127,7 +128,7 @@ def build_callbacks(cfg: CfgNode, tests: Sequence[Any], more: Sequence[Callback]
 
 
 class RunCallbacks:
-    """The callbacks of one run; entered before its first step, left when it has ended. Every process calls its methods.
+    """The callbacks of one run, as a context that lasts from before its first step to its end. Every process calls its methods.
 
     Args:
         callbacks: callbacks, called in this order.
@@ -160,7 +161,7 @@ class RunCallbacks:
         self._end(error)
 
     def ends_before(self, iteration: int) -> bool:
-        """Whether a callback ends the run before this iteration; a new run takes one step, to have something to evaluate."""
+        """Whether a callback ends the run before this iteration; a new run takes at least one step, so that it can be evaluated."""
         return self.is_over and iteration > 0
 
     def step(self, iteration: int, scalars: dict[str, float]) -> None:
@@ -185,7 +186,7 @@ class RunCallbacks:
             ) from error
 
     def _end(self, error: BaseException | None) -> None:
-        """Call ``on_end`` of all that were started: one that failed may have something to close, and has been reported."""
+        """Call ``on_end`` of all callbacks that were started, failed ones too: they may have something to close."""
         for callback in self._failed:
             with contextlib.suppress(Exception):
                 callback.on_end(self.run, error)
@@ -208,15 +209,15 @@ class RunCallbacks:
                 )
 
     def _agree(self, iteration: int) -> None:
-        """Follow the first process, and log once why the run ends."""
+        """Take over the first process's decision to stop, and log once why the run ends."""
         before, self.is_over = self.is_over, bool(distributed.all_reduce_max(int(bool(self.run.reason))))
         if self.run.reason and not before:
             logger.info("Early stop after iteration %d: %s", iteration, self.run.reason)
 
 
 class EarlyStopping(Callback):
-    """Ends a run after ``patience`` evaluations in a row without a new best one. They are counted in the run's checkpoints, so a
-    resumed run goes on counting where it was.
+    """Ends a run after ``patience`` evaluations in a row without a new best. The count is kept in the run's checkpoints, so a
+    resumed run continues it.
     """
 
     def __init__(self, patience: int):
@@ -238,10 +239,10 @@ class EarlyStopping(Callback):
 
 
 def build_early_stopping(cfg: CfgNode, tests: Sequence[Any]) -> list[Callback]:
-    """The callback of ``SOLVER.EARLY_STOPPING``; an empty list for 0.
+    """A list with the callback of ``SOLVER.EARLY_STOPPING``, or an empty list for 0.
 
     Raises:
-        ConfigError: a negative number, or a run that has no evaluations to wait for.
+        ConfigError: a negative number, or a run without evaluations before its end.
     """
     patience, test = cfg.SOLVER.EARLY_STOPPING, cfg.TEST
     by_epochs = cfg.SOLVER.EPOCHS > 0 and test.EVAL_EPOCHS > 0  # else EVAL_EPOCHS is not used
@@ -267,12 +268,12 @@ def _require(package: str) -> ModuleType:
 
 @CALLBACK_REGISTRY.register_as("wandb")
 class Wandb(Callback):
-    """Sends config, scalars and figures to Weights & Biases; a resumed run goes on as the same run there.
+    """Sends config, scalars and figures to Weights & Biases; a resumed run continues the same run there.
 
     Args:
         project: project of the run.
-        name: name of the run; ``None``: one is made up.
-        mode: ``online``, ``offline`` or ``disabled``; ``None``: as ``WANDB_MODE`` says.
+        name: name of the run; ``None``: a generated name.
+        mode: ``online``, ``offline`` or ``disabled``; ``None``: the value of ``WANDB_MODE``.
     """
 
     def __init__(self, project: str = "cpvt_det", name: str | None = None, mode: str | None = None):
@@ -280,7 +281,7 @@ class Wandb(Callback):
 
     def on_start(self, run: TrainingRun) -> None:
         self.run = self.wandb.init(**self.options, id=run.run_id, resume="allow", config=dict(flat_items(run.cfg)), dir=run.output)
-        self.run.define_metric("*", step_metric="iteration")  # its own step never goes back, as a resumed run does
+        self.run.define_metric("*", step_metric="iteration")  # wandb's own step cannot go back, but a resumed run does
 
     def on_step(self, run: TrainingRun, iteration: int, scalars: dict[str, float]) -> None:
         self.run.log({"iteration": iteration, **scalars})
@@ -294,12 +295,12 @@ class Wandb(Callback):
 
 @CALLBACK_REGISTRY.register_as("mlflow")
 class Mlflow(Callback):
-    """Sends config, scalars, figures and pictures to MLflow; a resumed run goes on as the same run there.
+    """Sends config, scalars, figures and pictures to MLflow; a resumed run continues the same run there.
 
     Args:
         experiment: experiment of the run.
-        name: name of the run; ``None``: one is made up.
-        uri: place to send to; ``None``: as ``MLFLOW_TRACKING_URI`` says.
+        name: name of the run; ``None``: a generated name.
+        uri: address of the server or folder; ``None``: the value of ``MLFLOW_TRACKING_URI``.
     """
 
     def __init__(self, experiment: str = "cpvt_det", name: str | None = None, uri: str | None = None):
@@ -309,14 +310,14 @@ class Mlflow(Callback):
         self.run, (experiment, name, uri), tag = "", self.options, "cpvt_det.run_id"
         if uri is not None:
             self.mlflow.set_tracking_uri(uri)
-        self.client = self.mlflow.MlflowClient()  # a run that is active in this process stays as it is
+        self.client = self.mlflow.MlflowClient()  # leaves an active run of this process alone
         known = self.client.get_experiment_by_name(experiment)
         place = known.experiment_id if known else self.client.create_experiment(experiment)
         found = self.client.search_runs([place], f"tags.`{tag}` = '{run.run_id}'")
         tags = self.mlflow.tracking.context.registry.resolve_tags({tag: run.run_id})
         self.run = (found[0] if found else self.client.create_run(place, tags=tags, run_name=name)).info.run_id
         self.client.update_run(self.run, status="RUNNING")
-        if not found:  # MLflow's parameters never change, those of a resumed run may
+        if not found:  # MLflow's parameters cannot change, but those of a resumed run may
             config = [self.mlflow.entities.Param(key, str(value)) for key, value in flat_items(run.cfg)]
             self.client.log_batch(self.run, params=config)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data, machine and time -> a config: the rule of ``training/recipe.py`` with measured steps."""
+"""Choose a config from data, machine and time, by the rule of ``training/recipe.py`` with measured step times."""
 
 import importlib.util
 import statistics
@@ -54,9 +54,9 @@ OF_ANOTHER = (
     f"pip ({PIP}). {COSTS}"
 )
 WARM_UP, STEPS = 3, 8
-"""Steps before the clock starts, with kernels to compile, and steps that are measured."""
+"""Number of steps before the clock starts, in which kernels are compiled, and number of measured steps."""
 SECONDS = 20.0
-"""Measuring ends with the first step after this time."""
+"""Measuring ends with the first step that finishes after this time."""
 
 
 def describe_machine(num_gpus: int | None, device: str = "auto") -> MachineFacts:
@@ -79,16 +79,16 @@ def choose_settings(
     """Choose the settings of a run.
 
     Args:
-        chosen: what is settled: data sets, ``OUTPUT_DIR``, seed.
-        overrides: KEY VALUE words of the user, which replace what would be chosen.
+        chosen: choices that are already settled: data sets, ``OUTPUT_DIR``, seed.
+        overrides: the user's KEY VALUE words, which replace chosen values.
         datasets: the training set and the validation set.
         machine: facts of the machine.
-        budget: seconds of the run, from its first step to its last evaluation.
-        tell: function that is called with a line after each measurement.
-        start: trained detector to start from; ``None``: one is made.
+        budget: length of the run in seconds, from its first step to its last evaluation.
+        tell: function that is called with a line of text after each measurement.
+        start: trained detector to start from; ``None``: a new one.
 
     Returns:
-        All keys that the run needs, in the order in which they are to be read.
+        All keys that the run needs, in the order in which they should be read.
 
     Raises:
         BadInputError: data or overrides that cannot be used.
@@ -127,23 +127,23 @@ def choose_settings(
     for line in filter(None, (too_little_time(data, pace, budget), "" if start else note)):
         tell(line)
     length = length_choices(plan, data, pace, budget, settled)
-    if "TEST.EVAL_PERIOD" in overrides[::2]:  # it would not be used beside the other
+    if "TEST.EVAL_PERIOD" in overrides[::2]:  # EVAL_PERIOD would have no effect next to EVAL_EPOCHS
         length = [choice for choice in length if choice.key != "TEST.EVAL_EPOCHS"]
     return _with_overrides([*choices, *length], overrides)
 
 
 def _refuse_early(typed: CfgNode, keys: Sequence[str], datasets: Sequence[CocoDataset]) -> None:
-    """Refuse, before the measurements, what the user typed and the run would refuse after them.
+    """Refuse, before the measurements, typed settings that the run would refuse later.
 
     Raises:
-        BadInputError: a batch or a length of nothing; settings of the evaluation, and callbacks, that cannot be used.
+        BadInputError: a batch or a length below 1, or settings of the evaluation or callbacks that cannot be used.
     """
     cfg, (_, val) = typed.clone(), datasets
     if cfg.SOLVER.IMS_PER_BATCH < 1:
         raise ConfigError(f"SOLVER.IMS_PER_BATCH must be at least 1, got {cfg.SOLVER.IMS_PER_BATCH}")
     if _typed_epochs(typed, keys, 1.0) == 0:
         raise ConfigError("there is nothing to train: leave SOLVER.EPOCHS and SOLVER.MAX_ITER out, and the length is chosen")
-    if "SOLVER.EPOCHS" not in keys:  # chosen later, as is how often it is evaluated; early stopping asks for both
+    if "SOLVER.EPOCHS" not in keys:  # a placeholder for early stopping; length and evaluations are chosen later
         cfg.SOLVER.EPOCHS = 1.0
     if not {"TEST.EVAL_EPOCHS", "TEST.EVAL_PERIOD"} & set(keys):
         cfg.TEST.EVAL_EPOCHS = 1.0
@@ -155,14 +155,14 @@ def _refuse_early(typed: CfgNode, keys: Sequence[str], datasets: Sequence[CocoDa
 
 
 def _typed_epochs(typed: CfgNode, keys: Sequence[str], epochs_per_step: float) -> float | None:
-    """The length that the user typed, in epochs or, where these are 0 or not typed, in iterations; ``None``: it is chosen."""
+    """The length that the user typed, in epochs, or in iterations if epochs are 0 or not typed; ``None``: it is chosen."""
     if "SOLVER.EPOCHS" in keys and typed.SOLVER.EPOCHS > 0:
         return typed.SOLVER.EPOCHS
     return typed.SOLVER.MAX_ITER * epochs_per_step if {"SOLVER.EPOCHS", "SOLVER.MAX_ITER"} & set(keys) else None
 
 
 def _as_typed(plan: Plan, typed: CfgNode, keys: Sequence[str]) -> Plan:
-    """The plan with the batch and the canvas that the user typed, so that what follows from them does."""
+    """The plan with the batch and the canvas that the user typed, so that dependent choices follow them."""
     if "SOLVER.IMS_PER_BATCH" in keys:
         plan = replace(plan, batch=typed.SOLVER.IMS_PER_BATCH, why_batch=TYPED, typed_batch=True)
     if "INPUT.MIN_SIZE_TEST" in keys:
@@ -171,15 +171,16 @@ def _as_typed(plan: Plan, typed: CfgNode, keys: Sequence[str]) -> Plan:
 
 
 def measure(cfg: CfgNode, datasets: Sequence[CocoDataset], processes: int = 1) -> Pace:
-    """The time of training steps with their loading, and of evaluating images; everything is built for it and thrown away.
+    """Measure the time of training steps with their loading, and of the evaluation of images; everything built for it is discarded.
 
-    On a CPU steps are timed with as many threads as torch takes, half of them, and so on down to one, while they become quicker:
-    threads wait for each other, above all where another program keeps a core busy. ``SOLVER.THREADS`` leaves no choice.
+    On a CPU, steps are timed with all threads that torch uses, then half of them, and so on down to one, as long as they get
+    faster. Threads wait for each other, above all if another program keeps a core busy. If ``SOLVER.THREADS`` is set, only that
+    number is timed.
 
     Args:
         cfg: config of the run, changed in place.
         datasets: the training set and the validation set.
-        processes: processes of the run, of which this one takes its share of the batch.
+        processes: number of processes of the run; this one takes its share of the batch.
 
     Raises:
         BadInputError: settings that cannot be used.
@@ -209,7 +210,7 @@ def measure(cfg: CfgNode, datasets: Sequence[CocoDataset], processes: int = 1) -
 
 
 def _try_threads(most: int, least: int, time_step: Callable[[], float]) -> dict[int, float]:
-    """Numbers of threads -> seconds of a step: the largest number, half of it, and so on, until fewer are slower."""
+    """Number of threads -> seconds of a step, for the largest number, half of it, and so on, until fewer threads are slower."""
     tried: dict[int, float] = {}
     number, is_quicker = most, True
     while is_quicker and number >= least:
@@ -222,7 +223,7 @@ def _try_threads(most: int, least: int, time_step: Callable[[], float]) -> dict[
 
 
 def _step_pace(step: Callable[[Any, int], Any], loader: Iterator[Any], device: torch.device) -> float:
-    """The median time in seconds of some steps with their loading, after some that do not count."""
+    """The median time in seconds of some steps with their loading, after some steps that are not measured."""
     for iteration in range(WARM_UP):
         step(next(loader), iteration)
     _finish(device)
@@ -244,17 +245,17 @@ def _evaluation_pace(cfg: CfgNode, task: Task, detector: torch.nn.Module, record
 
 
 def _finish(device: torch.device) -> None:
-    """Wait for the work that the GPU was given."""
+    """Wait for the GPU to finish its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def _as_it_starts(machine: MachineFacts, backbone: CfgNode, keys: Sequence[str]) -> tuple[MachineFacts, str]:
-    """The machine with the weights that the run starts from, and a note where there are none.
+    """The facts of the machine, completed by the weights from which the run starts, and a note if there are none.
 
     Args:
         machine: facts of the machine.
-        backbone: ``MODEL.BACKBONE`` with what the user typed.
+        backbone: ``MODEL.BACKBONE`` with the user's values.
         keys: keys that the user typed.
     """
     if "MODEL.BACKBONE.WEIGHTS" in keys:
@@ -269,8 +270,8 @@ def _as_it_starts(machine: MachineFacts, backbone: CfgNode, keys: Sequence[str])
 def _for_backbone(backbone: CfgNode, keys: Sequence[str], machine: MachineFacts, choices: Sequence[Choice]) -> list[Choice]:
     """The choices for the backbone that the user typed, if any.
 
-    Our weights are kept where they are that network's, too; with weights of the user's its norm and frozen stages stay as the
-    config has them. From random weights everything is trained, timm's networks with norms of the batch.
+    Our choice of weights stays if it also fits that network. With the user's own weights, norm and frozen stages stay as in the
+    config. From random weights, everything is trained, and timm's networks get batch norms.
     """
     if _is_ours(backbone, keys, machine):
         return list(choices)
@@ -282,15 +283,15 @@ def _for_backbone(backbone: CfgNode, keys: Sequence[str], machine: MachineFacts,
 
 
 def _is_ours(backbone: CfgNode, keys: Sequence[str], machine: MachineFacts) -> bool:
-    """Whether the choices for our backbone hold: the user typed none, or one whose pretrained weights are in a package, too."""
+    """Whether the choices for our backbone hold: the user typed none, or another one with pretrained weights in a package."""
     return "MODEL.BACKBONE.NAME" not in keys or (backbone.NAME.removeprefix("timm/") in PACKAGES and machine.pretrained)
 
 
 def config_of(choices: Sequence[Choice], overrides: Sequence[str] = ()) -> CfgNode:
-    """The config of choices and KEY VALUE words, over the defaults.
+    """The config made from the defaults, then choices, then KEY VALUE words.
 
     Raises:
-        ConfigError: words that are no pairs, unknown keys, values of a wrong type.
+        ConfigError: words that are not pairs, unknown keys, or values of the wrong type.
     """
     cfg = get_cfg()
     merge_checked(cfg, nested((choice.key, choice.value) for choice in choices), "the choice")
@@ -299,13 +300,13 @@ def config_of(choices: Sequence[Choice], overrides: Sequence[str] = ()) -> CfgNo
 
 
 def _with_overrides(choices: Sequence[Choice], overrides: Sequence[str]) -> list[Choice]:
-    """The choices with what the user typed in their places, or at the end."""
+    """The choices, with typed values replacing chosen ones; typed keys that are not among them come at the end."""
     typed = {key: Choice(key, value, TYPED) for key, value in _typed_values(config_of(choices, overrides), overrides[::2])}
     return [typed.pop(choice.key, choice) for choice in choices] + list(typed.values())
 
 
 def _typed_values(cfg: CfgNode, keys: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Keys that the user typed, and their values in a config."""
+    """The keys that the user typed, with their values in a config."""
     for key in keys:
         node: Any = cfg
         for part in key.split("."):
@@ -314,7 +315,7 @@ def _typed_values(cfg: CfgNode, keys: Sequence[str]) -> Iterator[tuple[str, Any]
 
 
 def write_choices(choices: Sequence[Choice], header: Sequence[str]) -> str:
-    """YAML of choices, each with its reason as a comment, below some lines of comment."""
+    """YAML of the choices, each with its reason as a comment, below a header of comment lines."""
     reasons = {choice.key: choice.reason for choice in choices}
     lines = [f"# {line}" for line in header]
     _write(nested((choice.key, choice.value) for choice in choices), "", reasons, lines)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model and its test sets -> figures and files; also at several test sizes, in one table."""
+"""Evaluate a model on its test sets, with figures and files as results; also at several test sizes, in one table."""
 
 import contextlib
 import logging
@@ -31,11 +31,11 @@ SECONDS = "seconds"
 
 
 class Measured(NamedTuple):
-    """What evaluations found.
+    """The result of an evaluation.
 
     Attributes:
         results: figures, as :func:`evaluate` returns them.
-        thresholds: score thresholds on the first test set; ``None`` for a task that has none.
+        thresholds: score thresholds from the first test set; ``None`` for a task without thresholds.
     """
 
     results: Results
@@ -48,23 +48,23 @@ def evaluate(task: Task, detector: nn.Module, datasets: Sequence[Any], output: P
 
 
 def measure(task: Task, detector: nn.Module, datasets: Sequence[Any], output: Path) -> Measured:
-    """Evaluate on every test set and write ``results.json`` and, in ``inference/``, what the task writes of its outputs.
+    """Evaluate on every test set and write ``results.json``, and the task's outputs to ``inference/``.
 
     Args:
         task: the run's task.
-        detector: the model; its mode is the same afterwards.
+        detector: the model; its mode is restored afterwards.
         datasets: the task's test sets.
         output: ``OUTPUT_DIR``.
 
     Returns:
-        The figures of one data set, ``{"bbox": {"AP": ..., ...}}`` in percent for detection; ``{name: figures}`` for several. And
-        the thresholds.
+        The figures and the thresholds. Figures are ``{"bbox": {"AP": ..., ...}}`` in percent for detection on one data set, and
+        ``{name: figures}`` for several data sets.
 
     Raises:
         RunStoppedError: weights that are not finite.
     """
     broken = not_finite(detector.state_dict())
-    if broken:  # not all of it shows in a score, and the figures would mean nothing
+    if broken:  # it may not show in any score, but the figures would be meaningless
         raise RunStoppedError(f"the weights are not finite ({broken}) and are not evaluated")
     distributed.share_buffers(detector)
     results: Results = {}
@@ -72,7 +72,7 @@ def measure(task: Task, detector: nn.Module, datasets: Sequence[Any], output: Pa
     for number, dataset in enumerate(datasets):
         folder = place_of(dataset, datasets, output / "inference")
         if distributed.rank() == 0:
-            remove_unfinished(folder)  # of an evaluation that was killed; the folder is this run's alone
+            remove_unfinished(folder)  # from an evaluation that was killed; no other run uses this folder
         results[dataset.name], found = _evaluate_one(task, detector, dataset, folder, with_thresholds=number == 0)
         thresholds = found if number == 0 else thresholds
     merged = results[datasets[0].name] if len(datasets) == 1 else results
@@ -85,9 +85,9 @@ def measure(task: Task, detector: nn.Module, datasets: Sequence[Any], output: Pa
 
 @contextlib.contextmanager
 def chosen_threshold(cfg: CfgNode, thresholds: Thresholds | None) -> Iterator[None]:
-    """Set ``TEST.PICTURE_THRESHOLD`` within the block, unless the config gives one: that of the best F1, else 0.5, with a log line.
+    """Set ``TEST.PICTURE_THRESHOLD`` within the block, unless the config gives one, to that of the best F1 or else 0.5; log it.
 
-    The answers of a classifier need no threshold.
+    Predictions of a classifier need no threshold.
     """
     if cfg.TEST.PICTURE_THRESHOLD is not None or builders.is_classifier(cfg):
         yield
@@ -99,13 +99,13 @@ def chosen_threshold(cfg: CfgNode, thresholds: Thresholds | None) -> Iterator[No
     try:
         yield
     finally:
-        cfg.TEST.PICTURE_THRESHOLD = None  # a later run of this config has a threshold of its own
+        cfg.TEST.PICTURE_THRESHOLD = None  # a later run with this config gets its own threshold
 
 
 def _evaluate_one(
     task: Task, detector: nn.Module, dataset: Any, folder: Path, with_thresholds: bool
 ) -> tuple[Results, Thresholds | None]:
-    """The figures of one test set, and its thresholds if asked for; the first process has what all computed."""
+    """The figures of one test set, and its thresholds if requested; the first process has the results of all processes."""
     evaluator, loader = task.build_evaluator(dataset), task.build_test_loader(dataset)
     is_first, total = distributed.rank() == 0, len(loader.dataset)
     bar = tqdm(total=total, desc="evaluating", unit="img", leave=False, disable=not is_first, mininterval=1.0, file=sys.stderr)
@@ -128,8 +128,8 @@ def _evaluate_one(
 
 
 def draw_run(output: Path) -> None:
-    """Draw the curves of a run, in the first process; one without figures, because somebody removed ``metrics.json``, is finished
-    all the same."""
+    """Draw the curves of a run, in the first process. If its figures are missing because somebody removed ``metrics.json``, the run
+    still finishes."""
     if distributed.rank() != 0:
         return
     try:
@@ -139,20 +139,20 @@ def draw_run(output: Path) -> None:
 
 
 def evaluate_sizes(task: Task, detector: nn.Module, datasets: Sequence[Any], sizes: Sequence[int], output: Path) -> Results:
-    """Evaluate at every size; write ``sizes/<size>/`` as :func:`evaluate` does, and the table.
+    """Evaluate at every size; write ``sizes/<size>/`` as :func:`evaluate` does, and a table of all sizes.
 
     Args:
-        task: the run's task; its config is the same afterwards.
+        task: the run's task; its config is restored afterwards.
         detector: the model.
         datasets: the task's test sets.
         sizes: test sizes in pixels.
         output: ``OUTPUT_DIR``; the table is ``sizes.md`` and ``sizes.json`` in it.
 
     Returns:
-        Figures by size, as text; NaN at a size that the model cannot take.
+        Figures by size, with the size as text; NaN at a size that the model cannot process.
 
     Raises:
-        ConfigError: a task whose images have no size to set; a size below that of a patch, before the first evaluation.
+        ConfigError: a task whose test size cannot be set, or a size below that of a patch; raised before the first evaluation.
     """
     before, results, why = task.cfg.INPUT.clone(), {}, []
     for size in sizes:
@@ -178,11 +178,11 @@ def evaluate_sizes(task: Task, detector: nn.Module, datasets: Sequence[Any], siz
 
 
 def sizes_table(results: Mapping[str, Results], main_figure: str, figures: Sequence[str]) -> str:
-    """A row for each size, with the figures of each test set and the seconds that the evaluation took, as GitHub's Markdown.
+    """A table in GitHub's Markdown with a row for each size: the figures of each test set and the seconds of the evaluation.
 
     Args:
         results: result of :func:`evaluate_sizes`.
-        main_figure, figures: names of figures, as a task has them.
+        main_figure, figures: names of figures, as in :class:`Task`.
     """
     group = main_figure.rpartition("/")[0]
     by_size = {size: flatten(found) for size, found in results.items()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The work between two steps: report bad steps, save, and obey SIGTERM and Ctrl-C, once the step is finished and saved."""
+"""The work between two steps: report bad steps, save, and obey SIGTERM and Ctrl-C once the step is finished and saved."""
 
 import contextlib
 import logging
@@ -24,13 +24,13 @@ from cpvt_det.training.launchers import is_of_torchrun
 logger = logging.getLogger("cpvt_det")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SAME = 0.5  # seconds; a second signal within this time is ignored: one Ctrl-C is sent by the terminal and by the launcher
-SAME_BY_TORCHRUN = 15.0  # the same under torchrun, which passes on what a scheduler may have sent to all, and kills after 30
+SAME_BY_TORCHRUN = 15.0  # the same under torchrun, which repeats a signal that a scheduler sent to all, and kills after 30
 
 
 class RunGuard:
     """Saves the progress of a run. Every process must call its methods after the same steps.
 
-    If an error leaves its ``with`` block, process 0 saves the last step, after which the weights of all processes are the same.
+    If an error leaves its ``with`` block, process 0 saves the last completed step, at which all processes have the same weights.
 
     Args:
         cfg: config of the run, whose ``SOLVER`` contains the periods.
@@ -83,7 +83,7 @@ class RunGuard:
             self.save_final(iteration)
 
     def save_final(self, iteration: int) -> None:
-        """Save ``model_final.pth`` after the last evaluation, with its thresholds; it may have been saved before it too."""
+        """Save ``model_final.pth`` after the last evaluation, with its thresholds, even if it was saved before that already."""
         self.checkpointer.save(FINAL, iteration)
         self._saved = iteration
 
@@ -98,9 +98,9 @@ class RunGuard:
             self._leave(signum)
 
     def batches(self, loader: Iterable[list[Sample]]) -> Iterator[list[Sample]]:
-        """The batches of a loader; a signal is obeyed immediately while one is waited for.
+        """The batches of a loader; while it waits for a batch, a single process obeys a signal immediately.
 
-        Of several processes, another one may wait for this one's part of a step; they obey a signal after it.
+        With several processes, another one may be waiting for this one's part of a step, so they obey a signal after the step.
 
         Raises:
             InterruptedRun: a received signal; the last step is saved.
@@ -165,7 +165,7 @@ class RunGuard:
         raise error
 
     def _save_unsaved(self) -> bool:
-        """Save the last step, in process 0, unless it is saved; whether it was saved now."""
+        """Save the last step, in process 0, unless it is saved already; return whether it was saved now."""
         done = self.step.done
         if done is None or done <= self._saved:
             return False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process or several, started by ``torchrun`` or another launcher, or on this machine by ``--num-gpus N``."""
+"""Runs with one or several processes, started by ``torchrun`` or another launcher, or on this machine by ``--num-gpus N``."""
 
 import contextlib
 import logging
@@ -18,7 +18,7 @@ from cpvt_det.errors import ConfigError, RunStoppedError, exit_code, first_line
 from cpvt_det.training.launchers import is_of_torchrun, variables_of_group
 
 OF_GLOO = ("gloo/transport", "pair closure")
-"""What errors of collectives contain, which have no type of their own."""
+"""Texts that errors of collectives contain; these errors have no type of their own."""
 
 
 def launch(main: Callable[..., Any], num_gpus: int | None, *args: Any) -> Any:
@@ -36,8 +36,8 @@ def launch(main: Callable[..., Any], num_gpus: int | None, *args: Any) -> Any:
         The return value of ``main`` in the first process.
 
     Raises:
-        ConfigError: more GPUs than torch finds; a process that another launcher started as one of several without saying where the
-            others are.
+        ConfigError: more GPUs than torch finds, or a process that another launcher started as one of several without the address of
+            the others.
         RunStoppedError: a process that was killed; the others are stopped too.
     """
     require_gpus(num_gpus)
@@ -66,7 +66,7 @@ def launch(main: Callable[..., Any], num_gpus: int | None, *args: Any) -> Any:
 
 
 def require_gpus(num_gpus: int | None) -> None:
-    """Refuse more GPUs than there are.
+    """Refuse a larger number of GPUs than torch finds.
 
     Raises:
         ConfigError: more GPUs than torch finds.
@@ -78,14 +78,14 @@ def require_gpus(num_gpus: int | None) -> None:
 
 @contextlib.contextmanager
 def process_group(seconds: float) -> Iterator[None]:
-    """Within this block, this process is one of those that its environment names; one that is alone stays so.
+    """Within this block, join the process group that the environment describes; a single process stays alone.
 
     Args:
-        seconds: time that a collective waits for the other processes, after which it fails.
+        seconds: time that a collective waits for the other processes before it fails.
 
     Raises:
         ConfigError: a time below a second.
-        RunStoppedError: others that were not there in this time.
+        RunStoppedError: other processes that did not appear within this time.
     """
     if seconds < 1:
         raise ConfigError(f"SOLVER.COLLECTIVE_TIMEOUT must be at least 1 second, got {seconds:g}")
@@ -96,7 +96,7 @@ def process_group(seconds: float) -> Iterator[None]:
     place = f"process {os.environ['RANK']} of {os.environ['WORLD_SIZE']}"
     try:
         store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-        if os.environ.get("GROUP_WORLD_SIZE") == "1":  # a torchrun alone keeps its store over restarts, with addresses of the dead
+        if os.environ.get("GROUP_WORLD_SIZE") == "1":  # a single torchrun keeps its store over restarts, with dead addresses
             store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
         backend = "cpu:gloo,cuda:nccl" if has_gpus else "gloo"  # MODEL.DEVICE may be cpu
         dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
@@ -122,7 +122,7 @@ def process_group(seconds: float) -> Iterator[None]:
 
 
 def _know_this_machine() -> None:
-    """Set what launchers other than torchrun may leave out."""
+    """Set environment variables that launchers other than torchrun may leave out."""
     hosts = distributed.gather_objects(socket.gethostname())
     here = [rank for rank, host in enumerate(hosts) if host == hosts[distributed.rank()]]
     os.environ.setdefault("LOCAL_RANK", str(here.index(distributed.rank())))

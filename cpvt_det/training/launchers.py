@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who started this process: torchrun, another launcher that started several, or a user who started one.
 
-A process that is one of several and does not know it would train alone, beside others that do the same.
+Without this check, a process that does not know that it is one of several would train alone, while the others do the same.
 """
 
 import os
@@ -14,13 +14,13 @@ ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 
 
 class Launcher(NamedTuple):
-    """A launcher, by the variables that it sets for each process.
+    """A launcher, and the environment variables that it sets for each process.
 
     Attributes:
         name: name of the launcher on the command line.
         rank: variable of the index of the process.
         size: variable of the number of processes.
-        local_rank: variable of the index on its machine.
+        local_rank: variable of the index of the process on its machine.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Launcher(NamedTuple):
 
 
 LAUNCHERS = (
-    # SLURM_NTASKS is there in the script of the job too, with SLURM_PROCID 0, where one process is alone.
+    # Not SLURM_NTASKS: it is also set in the job's script, with SLURM_PROCID 0, where a process runs alone.
     Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
     Launcher("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     Launcher("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
@@ -43,17 +43,17 @@ def is_of_torchrun() -> bool:
 
 
 def variables_of_group(environment: Mapping[str, str]) -> dict[str, str]:
-    """What torchrun would have set, for a process that another launcher, or a user, started as one of several.
+    """The variables that torchrun would have set, for a process that another launcher or a user started as one of several.
 
     Args:
-        environment: variables of the process.
+        environment: environment variables of the process.
 
     Returns:
-        ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT`` and, where it is known, ``LOCAL_RANK``; empty for a process that
-        is alone.
+        ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT`` and, if it is known, ``LOCAL_RANK``; empty for a process that
+        runs alone.
 
     Raises:
-        ConfigError: one of several that does not know where to find the others; the message has the line to write instead.
+        ConfigError: a process that is one of several without the address of the others; the message gives the command to use.
     """
     found = {name: environment[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if environment.get(name)}
     name = "RANK and WORLD_SIZE"

@@ -49,7 +49,7 @@ class MetricsWriter:
             self.bar = tqdm(total=max_iter, initial=start_iter, desc="training", unit="it", mininterval=interval, file=sys.stderr)
 
     def timed(self, batches: Iterable[list[Any]]) -> Iterator[list[Any]]:
-        """The same batches; the seconds that a step waits for its own become ``data_time``, of the slowest process."""
+        """Pass batches on and measure the seconds that a step waits for its batch; ``data_time`` is that of the slowest process."""
         batches = iter(batches)
         while True:
             start = time.perf_counter()
@@ -110,10 +110,10 @@ class MetricsWriter:
 
 
 def step_means(records: Sequence[dict[str, Tensor]]) -> dict[str, float]:
-    """Means over steps and all processes, without skipped steps; ``skipped`` is the number of these.
+    """Means over steps and all processes, without skipped steps; ``skipped`` is the number of skipped steps.
 
     Args:
-        records: what each step returned, scalars on the device; at least one.
+        records: results of the steps, scalars on the device; at least one step.
     """
     names = sorted(records[0])
     values = torch.stack([torch.stack([record[name].double() for name in names]) for record in records])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a run learns: evaluations beside a constant answer, the best checkpoint, warnings, and the commands that come next."""
+"""Whether a run learns: evaluations compared with a constant prediction, the best checkpoint, warnings, and the next commands."""
 
 import logging
 import shlex
@@ -23,11 +23,11 @@ from cpvt_det.training.tasks.task import Results, Task, figure_of, flatten, requ
 
 logger = logging.getLogger("cpvt_det")
 FEW = {"random weights": 30_000, "a pretrained backbone": 1_000}
-"""What a run starts from -> iterations below which its log says that they are few for photographs (docs/small_data.md)."""
+"""Start of a run -> number of iterations below which its log calls them few for photographs (docs/small_data.md)."""
 
 
 class RunEvaluations:
-    """The evaluations of a run: figures are compared with the task's baseline, and the best checkpoint is kept.
+    """The evaluations of a run, which compare figures with the task's baseline and keep the best checkpoint.
 
     Args:
         cfg: config of the run.
@@ -37,7 +37,7 @@ class RunEvaluations:
         checkpointer: checkpointer of the run, whose node ``cpvt_det`` keeps the best evaluation and the thresholds.
 
     Raises:
-        ConfigError: ``TEST.BEST_FIGURE`` that cannot be used.
+        ConfigError: a ``TEST.BEST_FIGURE`` that cannot be used.
     """
 
     def __init__(self, cfg: CfgNode, task: Task, records: Sequence[Any], tests: Sequence[Any], checkpointer: RunCheckpointer):
@@ -57,7 +57,7 @@ class RunEvaluations:
             require_figure(figure, task, tests)
 
     def evaluate(self, detector: nn.Module, iteration: int, output: Path) -> Results:
-        """Evaluate after an iteration, in every process; arguments and results as of :func:`.evaluate.evaluate`."""
+        """Evaluate after an iteration, in every process; arguments and results as in :func:`.evaluate.evaluate`."""
         results, self.state.thresholds = measure(self.task, detector, self.tests, output)
         if distributed.rank() == 0:
             self._compare(results, iteration)
@@ -65,7 +65,7 @@ class RunEvaluations:
         return results
 
     def _compare(self, results: Results, iteration: int) -> None:
-        """Warn of figures below the baseline, which is computed once, without looking at an image."""
+        """Warn about figures below the baseline, which is computed once, without looking at any image."""
         if self._baseline is None:
             self._baseline = self.task.baseline(self._records, self.tests[0])
             if self._baseline:
@@ -81,18 +81,18 @@ class RunEvaluations:
 
 
 def none_yet(cfg: CfgNode, task: Task) -> BestSoFar:
-    """The best evaluation of a run that has had none: ``TEST.BEST_FIGURE``, or else the task's figure, of the first test set."""
+    """An empty record of the best evaluation, for ``TEST.BEST_FIGURE`` or else the task's main figure, on the first test set."""
     return BestSoFar(cfg.TEST.BEST_FIGURE or task.main_figure, next(iter(cfg.DATASETS.TEST), ""))
 
 
 def _is_below(name: str, value: float, bound: float) -> str:
-    """The two figures, with as many decimals as their difference takes."""
+    """The two figures as text, with enough decimals to show their difference."""
     decimals = next((one for one in range(1, 6) if f"{value:.{one}f}" != f"{bound:.{one}f}"), 6)
     return f"{name} {value:.{decimals}f} is below {bound:.{decimals}f}"
 
 
 def what_helps(cfg: CfgNode) -> str:
-    """What to change about a run that does not learn: what it has not been given yet."""
+    """Advice for a run that does not learn: changes that it has not yet tried."""
     weights = "MODEL.WEIGHTS" if cfg.MODEL.BACKBONE.WEIGHTS else "MODEL.WEIGHTS, or MODEL.BACKBONE.WEIGHTS"
     start = "" if cfg.MODEL.WEIGHTS else f"trained weights to start from ({weights}), "
     config = shlex.quote(str(Path(cfg.OUTPUT_DIR) / "config.yaml"))
@@ -104,7 +104,7 @@ def what_helps(cfg: CfgNode) -> str:
 
 
 def log_advice(cfg: CfgNode, schedule: TrainingSchedule, records: Records) -> None:
-    """Log that a detector's run is short for photographs, and warn of images with nearly as many objects as queries.
+    """Log if a detector's run is short for photographs, and warn about images with nearly as many objects as queries.
 
     Args:
         cfg: config of the run.
@@ -133,7 +133,7 @@ def log_advice(cfg: CfgNode, schedule: TrainingSchedule, records: Records) -> No
 
 
 def log_next_steps(cfg: CfgNode, state: RunState, output: Path) -> None:
-    """Log the best checkpoint of a finished run, its iteration, and the commands that come next.
+    """Log the best checkpoint of a finished run, its iteration, and the commands to use next.
 
     Args:
         cfg: config of the run.
@@ -150,7 +150,7 @@ def log_next_steps(cfg: CfgNode, state: RunState, output: Path) -> None:
         longer += " SOLVER.EARLY_STOPPING 0"
     config, report, best_file = (shlex.quote(str(path)) for path in (output / "config.yaml", output / "eval", weights))
     own, processes = import_words(), distributed.world_size()
-    gpus = f" --num-gpus {processes}" if processes > 1 else ""  # the batch is theirs together
+    gpus = f" --num-gpus {processes}" if processes > 1 else ""  # the batch is divided among them
     commands = [
         f"cpvt-det predict{own} {best_file} --input IMAGES --output found",
         f"cpvt-det eval{own} {best_file} --config-file {config} --report OUTPUT_DIR {report}",

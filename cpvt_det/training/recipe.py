@@ -18,38 +18,39 @@ from cpvt_det.errors import counted
 CANVASES = (128, 160, 192, 224, 256, 320, 384, 448, 512, 640)
 """Short sides in pixels, at the test size."""
 SMALLEST_CANVAS = 224
-"""Of photographs, whatever the size of their objects: the backbone was trained at it. Smaller images are not enlarged to it."""
+"""Smallest canvas for photographs, whatever the size of their objects, because the backbone was trained at it. Smaller images are
+not enlarged to it."""
 LARGEST_CANVAS = {"cpu": 384, "cuda": 640}
 LOWER_QUARTER = 18
 """Pixels on the canvas that the lower quartile of the objects' sides should have: more than two cells of the map of stride 8."""
 SMALL_OBJECT = 64
-"""Pixels: where one object in ten is smaller on the canvas, the map of stride 8 is needed; else two coarser ones are enough.
+"""Size in pixels. If one object in ten is smaller on the canvas, the map of stride 8 is needed; else two coarser maps are enough.
 Chosen on blood cells, 38 pixels, and raccoons, 104 pixels: docs/small_data.md."""
 FEWEST_STEPS = 5_000
-"""Steps below which a smaller canvas is taken: a DETR that starts from a pretrained backbone learns little in fewer."""
+"""Number of steps below which a smaller canvas is chosen: a DETR with a pretrained backbone learns little in fewer steps."""
 STEPS_TO_THAW = 2_000
-"""Steps below which the pretrained backbone is not trained at all: a transformer that is still random teaches it nothing, and its
-backward pass takes a fifth of the time."""
+"""Number of steps below which the pretrained backbone is not trained at all: a transformer that is still random teaches it nothing,
+and its backward pass takes a fifth of the time."""
 MANY_STEPS = 3 * FEWEST_STEPS
-"""Steps from which batches of twice as many images are taken; from twice as many on, the model gets a second encoder layer too."""
+"""Number of steps from which the batch is doubled; from twice this number, the model also gets a second encoder layer."""
 MOST_EPOCHS = 50
-"""A run is no longer than that, unless it had fewer than ``FEWEST_STEPS``: AP falls in longer ones. Where there was time for more,
+"""Longest run in epochs, unless that is fewer than ``FEWEST_STEPS``, because AP falls in longer runs. If there is time for more,
 colours are varied. Chosen on blood cells: docs/small_data.md."""
 MOST_QUERIES = 600
-"""Where twice as many queries as objects would be more, there are a tenth more than objects."""
+"""Largest number of queries at twice the number of objects; beyond it, there are a tenth more queries than objects."""
 MOST_PAIRS = 100
-"""Pairs of denoising queries for an image, as in DINO; none where an image has more objects."""
+"""Pairs of denoising queries per image, as in DINO; no denoising if an image has more objects."""
 DETECTIONS = 100
-"""Of an image, the default of the config; more are kept where there may be more objects."""
+"""Detections per image, the default of the config; more are kept if there may be more objects."""
 WARM_UP = (100, 300)
-"""Fewest and most steps of the warm-up of a trained detector."""
+"""Smallest and largest number of warm-up steps for a trained detector."""
 EVALUATIONS = 5
 EVALUATION_SHARE = 0.1
 """Largest share of the budget for evaluations before the last one."""
 SPARE = 0.95
-"""Share of the budget that is planned: steps on canvases of other shapes, and other programs, take some more."""
+"""Share of the budget that is planned; canvases of other shapes, and other programs, take some extra time."""
 SHARE_TO_EVALUATE = 0.5
-"""Share of the budget from which the last evaluation alone leaves too little to training."""
+"""Share of the budget above which the last evaluation alone leaves too little time for training."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class DataFacts:
     Attributes:
         images, val_images: numbers of images.
         most_objects: largest number of objects in an image.
-        sides: 10th and 25th percentile of the objects' sides (root of the area), as shares of the images' short sides.
+        sides: 10th and 25th percentile of the objects' sides (square root of the area), as shares of the images' short sides.
         short_side: median of the images' short sides in pixels.
         elongation: 95th percentile of long by short side.
     """
@@ -79,9 +80,9 @@ class MachineFacts:
     Attributes:
         device: cpu or cuda.
         cores: processor cores that this process may use.
-        processes: processes of the run, one for each GPU.
-        pretrained: whether the backbone starts from pretrained weights: those of EfficientNet-Lite0, where they are installed, or
-            what the user typed.
+        processes: number of processes of the run, one for each GPU.
+        pretrained: whether the backbone starts from pretrained weights: those of EfficientNet-Lite0, if they are installed, or
+            those that the user typed.
     """
 
     device: str
@@ -91,12 +92,12 @@ class MachineFacts:
 
 
 class Pace(NamedTuple):
-    """What was measured.
+    """The measured times.
 
     Attributes:
-        step: seconds of a training step with its loading, with the number of threads that is chosen.
+        step: seconds of a training step with its loading, with the chosen number of threads.
         image: seconds of the evaluation of one image.
-        threads: numbers of threads that were tried -> seconds of a step; empty where the number is settled, and on a GPU.
+        threads: number of threads -> seconds of a step, for each number tried; empty if the number is settled, and on a GPU.
     """
 
     step: float
@@ -105,7 +106,7 @@ class Pace(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """A key of the config, its value, and why; without a reason where it is a part of the recipe."""
+    """A key of the config, its value and the reason for it; the reason is empty for a fixed part of the recipe."""
 
     key: str
     value: Any
@@ -114,11 +115,11 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What is decided before the length of the run: see :func:`first_plan` and :func:`next_plan`.
+    """Decisions made before the length of the run; see :func:`first_plan` and :func:`next_plan`.
 
     Attributes:
         many_epochs: whether there is time for more than ``MOST_EPOCHS``.
-        typed_canvas, typed_batch: whether the user typed them: they stay.
+        typed_canvas, typed_batch: whether the user typed the value, which then does not change.
         least_canvas: smallest canvas; larger images are not shrunk further.
         tunes: whether a trained detector is fine-tuned.
     """
@@ -137,7 +138,7 @@ class Plan:
 
 
 def describe_data(train: Sequence[ImageRecord], val: Sequence[ImageRecord]) -> DataFacts:
-    """The numbers of :class:`DataFacts`."""
+    """Compute :class:`DataFacts`."""
     shorts = np.array([min(record.height, record.width) for record in train])
     longs = np.array([max(record.height, record.width) for record in train])
     areas = [(record.boxes_xyxy[:, 2:] - record.boxes_xyxy[:, :2]).prod(1) for record in train]
@@ -149,7 +150,7 @@ def describe_data(train: Sequence[ImageRecord], val: Sequence[ImageRecord]) -> D
 
 
 def first_plan(data: DataFacts, machine: MachineFacts, least_canvas: int = SMALLEST_CANVAS) -> Plan:
-    """Canvas, of at least so many pixels where images have them, and batch that the data ask for, whatever the time."""
+    """The canvas and the batch that suit the data, whatever the time; the canvas has a minimum unless images are smaller."""
     needed = LOWER_QUARTER / max(data.sides[1], 1e-6)
     wanted = max(least_canvas, needed)
     largest = max(CANVASES[0], min(LARGEST_CANVAS[machine.device], data.short_side))
@@ -172,19 +173,19 @@ def first_plan(data: DataFacts, machine: MachineFacts, least_canvas: int = SMALL
 
 
 def next_plan(plan: Plan, steps: float, data: DataFacts, epochs: float | None = None) -> Plan:
-    """The plan after steps were measured: smaller canvases for more steps, or more work per step where there are many.
+    """The plan after steps were measured: a smaller canvas if there are few steps, or more work per step if there are many.
 
     Args:
         plan: the measured plan.
-        steps: steps that fit into the time.
-        data: facts, as of :func:`first_plan`.
-        epochs: a length that is settled.
+        steps: number of steps that fit into the time.
+        data: facts, as in :func:`first_plan`.
+        epochs: length that is already settled.
 
     Returns:
-        The same plan where it is right, else another one, to be measured again.
+        The same plan if it is right, else another one, to be measured again.
     """
     if not plan.typed_canvas and steps < FEWEST_STEPS and plan.canvas > plan.least_canvas:
-        affordable = plan.canvas * math.sqrt(steps / FEWEST_STEPS)  # time goes with the number of pixels
+        affordable = plan.canvas * math.sqrt(steps / FEWEST_STEPS)  # time is proportional to the number of pixels
         canvas = max(one for one in CANVASES if one <= max(affordable, plan.least_canvas))
         why = f"at {plan.canvas} the time is too short: steps that fit into it: {steps:.0f}"
         steps *= (plan.canvas / canvas) ** 2
@@ -199,7 +200,7 @@ def next_plan(plan: Plan, steps: float, data: DataFacts, epochs: float | None = 
 
 
 def model_choices(plan: Plan, data: DataFacts, machine: MachineFacts) -> list[Choice]:
-    """Everything but the length of the run."""
+    """All choices except the length of the run."""
     rate = round(1e-3 * math.sqrt(plan.batch / 4), 6)
     backbone_rate = float(f"{(0.1 if machine.pretrained else 0.5) * rate:.4g}")
     return [
@@ -254,7 +255,7 @@ def _backbone(plan: Plan, data: DataFacts, machine: MachineFacts) -> list[Choice
 
 
 def threads_choices(pace: Pace) -> list[Choice]:
-    """The number of threads with the quickest steps; none where none was tried."""
+    """The choice of the number of threads with the fastest steps; empty if none was tried."""
     if not pace.threads:
         return []
     best = min(pace.threads, key=pace.threads.__getitem__)
@@ -280,7 +281,7 @@ def _queries(data: DataFacts) -> list[Choice]:
 
 
 def input_choices(plan: Plan, data: DataFacts) -> list[Choice]:
-    """Sizes of images, in training around that of the test."""
+    """The sizes of images; those of training lie around the test size."""
     sizes = [8 * round(plan.canvas * factor / 8) for factor in (0.875, 0.9375, 1.0, 1.0625, 1.125)]
     longest = 32 * math.ceil(plan.canvas * min(data.elongation, 2.0) / 32)
     why = f"there is time for more than {MOST_EPOCHS} epochs, in which AP falls without it"
@@ -295,7 +296,7 @@ def input_choices(plan: Plan, data: DataFacts) -> list[Choice]:
 
 
 def step_choices(plan: Plan, rate: float, backbone_rate: float, why: str) -> list[Choice]:
-    """The steps: batch, learning rates and how they fall."""
+    """The choices for steps: batch, learning rates and their schedule."""
     return [
         Choice("SOLVER.IMS_PER_BATCH", plan.batch, plan.why_batch),
         Choice("SOLVER.BASE_LR", rate, why),
@@ -309,12 +310,12 @@ def step_choices(plan: Plan, rate: float, backbone_rate: float, why: str) -> lis
 
 
 def steps_in(budget: float, pace: Pace, data: DataFacts) -> float:
-    """The number of steps that fit into a time in seconds, beside the last evaluation."""
+    """The number of steps that fit into a time in seconds, together with the last evaluation."""
     return max(1.0, (SPARE * budget - pace.image * data.val_images) / pace.step)
 
 
 def length_choices(plan: Plan, data: DataFacts, pace: Pace, budget: float, epochs: float | None = None) -> list[Choice]:
-    """The length of the run, and what depends on it; ``epochs`` is a length that is settled."""
+    """The length of the run and the choices that depend on it; ``epochs`` is a length that is already settled."""
     evaluation = pace.image * data.val_images
     more = min(EVALUATIONS - 1, int(EVALUATION_SHARE * budget / max(evaluation, 1e-6)))
     steps = max(1.0, steps_in(budget, pace, data) - more * evaluation / pace.step)
@@ -339,18 +340,18 @@ def length_choices(plan: Plan, data: DataFacts, pace: Pace, budget: float, epoch
 
 
 def _warm_up(steps: float) -> float:
-    """Steps in which new heads settle before the rest learns at its rate; in a short run a fifth of it."""
+    """The number of steps in which new heads settle before the rest learns at its full rate; in a short run, a fifth of the run."""
     return min(max(0.03 * steps, WARM_UP[0]), WARM_UP[1], 0.2 * steps)
 
 
 def _rounded_up(value: float) -> float:
-    """Three digits that are no less: a period that is rounded down ends just before the run, with an evaluation too many."""
+    """Round up to three digits. A period rounded down would end just before the run and cause one evaluation too many."""
     unit = 10.0 ** (math.floor(math.log10(value)) - 2)
     return float(f"{math.ceil(value / unit - 1e-9) * unit:.6g}")
 
 
 def too_little_time(data: DataFacts, pace: Pace, budget: float) -> str:
-    """What to do where the last evaluation takes most of the budget, or more than that; empty where it does not."""
+    """Advice if the last evaluation takes most of the budget or exceeds it; otherwise empty."""
     evaluation = pace.image * data.val_images
     if evaluation < SHARE_TO_EVALUATE * budget:
         return ""
@@ -363,7 +364,7 @@ def too_little_time(data: DataFacts, pace: Pace, budget: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """A time as ``--budget`` takes it: ``90s``, ``30m``, ``2h``."""
+    """A time in the form that ``--budget`` accepts: ``90s``, ``30m``, ``2h``."""
     for unit, length in (("h", 3600), ("m", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:.3g}{unit}"

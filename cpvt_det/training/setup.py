@@ -30,11 +30,11 @@ logger = logging.getLogger("cpvt_det")
 LOCK = ".lock"
 """File in ``OUTPUT_DIR`` that the run there has locked."""
 AGENTS = ".agents"
-"""File in ``OUTPUT_DIR``: the id of the run that was started there last, and what identifies the torchruns that started it."""
+"""File in ``OUTPUT_DIR`` with the id of the last run started there, and the identities of the torchruns that started it."""
 RELEASE = 30.0
-"""Seconds that a process of several waits for the folder: the one that it replaces may still be saving, on another machine."""
+"""Seconds that one of several processes waits for the folder: the process that it replaces may still be saving elsewhere."""
 METRICS_LOGGER = "cpvt_det.metrics"
-"""Logger whose lines go to the file only; on the screen the progress bar shows the same numbers."""
+"""Logger whose lines go only to the file; on the screen, the progress bar shows the same numbers."""
 
 
 @contextlib.contextmanager
@@ -72,7 +72,7 @@ def only_run_in(cfg: CfgNode) -> Iterator[None]:
 def is_in_use(output: Path) -> bool:
     """Whether another process has reserved this ``OUTPUT_DIR`` now; False where the system has no locks.
 
-    Not to be called within :func:`only_run_in`: closing the file gives back this process's own lock.
+    Do not call it within :func:`only_run_in`: closing the file would release this process's own lock.
 
     Raises:
         ConfigError: a folder that cannot be written to.
@@ -92,7 +92,7 @@ def _lock(file: TextIO) -> bool:
 
 
 def setup_run(cfg: CfgNode) -> Path:
-    """Take ``SOLVER.THREADS``, create the run's folder with ``log.txt``, and start the log.
+    """Apply ``SOLVER.THREADS``, create the run's folder with ``log.txt``, and start the log.
 
     Returns:
         Path of ``OUTPUT_DIR``.
@@ -114,7 +114,7 @@ def setup_run(cfg: CfgNode) -> Path:
 
 
 def set_threads(cfg: CfgNode) -> None:
-    """Take ``SOLVER.THREADS`` for this process, on a CPU.
+    """Apply ``SOLVER.THREADS`` to this process, on a CPU.
 
     Raises:
         ConfigError: a number below 0.
@@ -126,11 +126,11 @@ def set_threads(cfg: CfgNode) -> None:
 
 
 def write_config(cfg: CfgNode, replace: bool = True) -> None:
-    """Write ``config.yaml``, when nothing can refuse the config any more: that of a run before stays until then.
+    """Write ``config.yaml``, once nothing can refuse the config any more; until then, the file of an earlier run stays.
 
     Args:
         cfg: config of the run.
-        replace: False: leave a file that is there, because an evaluation must not replace the config of the training.
+        replace: whether to replace an existing file; an evaluation must not replace the config of the training.
 
     Raises:
         ConfigError: a folder that cannot be written to.
@@ -159,7 +159,7 @@ def describe_model(detector: nn.Module) -> str:
 
 
 def choose_seed(cfg: CfgNode) -> int:
-    """``SEED``, or if it is negative, a random seed, the same in all processes of the run.
+    """``SEED``, or a random seed if it is negative; it is the same in all processes of the run.
 
     Raises:
         ConfigError: a seed beyond 63 bits.
@@ -172,14 +172,15 @@ def choose_seed(cfg: CfgNode) -> int:
 def choose_run_id(output: Path) -> str:
     """A random id for each run, the same in all its processes.
 
-    Processes that torchrun starts to replace dead ones belong to the run of those, and get its id. One of the torchruns that
-    started the run named in ``output`` has started them too: one whose machine is lost can be replaced, but not all of them.
+    Processes that torchrun starts to replace dead ones belong to the same run and get its id. They are recognised because one of
+    the torchruns that started the run named in ``output`` has also started them. A torchrun whose machine is lost can be replaced,
+    but not all of them.
     """
     return distributed.broadcast_object(_kept_run_id(output, distributed.gather_objects(_agent())) or uuid.uuid4().hex)
 
 
 def record_agents(output: Path, run_id: str) -> None:
-    """Write down which torchruns have started this run, for :func:`choose_run_id`."""
+    """Record which torchruns have started this run, for :func:`choose_run_id`."""
     agents = distributed.gather_objects(_agent())
     if distributed.rank() == 0:
         write_line("\n".join([run_id, *agents]), output / AGENTS)
@@ -193,7 +194,7 @@ def _kept_run_id(output: Path, agents: list[str]) -> str:
 
 
 def _agent() -> str:
-    """What identifies the torchrun that started this process, and its machine; empty without one."""
+    """The identity of the torchrun that started this process, and of its machine; empty without torchrun."""
     # .../RUN_RANDOM/attempt_N/RANK/error.json: the first of these folders is made by each torchrun, once
     attempt = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parents
     return f"{socket.gethostname()}:{attempt[2]}" if len(attempt) > 3 else ""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training and evaluation, to be read from top to bottom; :class:`Engine` has the places where detectron2's runner differs."""
+"""Training and evaluation, to be read from top to bottom; :class:`Engine` has the steps in which detectron2's runner differs."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -31,27 +31,28 @@ logger = logging.getLogger("cpvt_det")
 
 
 class Engine:
-    """What detectron2's runner does otherwise, as the built-in one does it."""
+    """The steps that differ in detectron2's runner, as the built-in runner takes them."""
 
     def prepare(self, cfg: CfgNode) -> None:
         """Change the config before it is read, in a folder that this run has reserved."""
 
     def start(self, output: Path) -> None:
-        """Called when the log of ``OUTPUT_DIR`` is open."""
+        """Called once the log of ``OUTPUT_DIR`` is open."""
 
     def build_detector(self, cfg: CfgNode) -> nn.Module:
         """The model with random weights, on its device."""
         return builders.build_detector(cfg).to(builders.build_device(cfg))
 
     def saved(self, cfg: CfgNode) -> CfgNode:
-        """The config that the files of the run contain; either runner reads it."""
+        """The config to write to the run's files; either runner can read it."""
         return cfg
 
     def take_steps(self, take_step: Callable[[int], dict[str, float]], calls: RunCallbacks) -> None:
-        """The loop.
+        """Run the training loop.
 
         Args:
-            take_step: takes the step of an iteration and does what is due after it; returns the scalars of its log line, if any.
+            take_step: function that takes the step of an iteration and does the work due after it; it returns the scalars of the
+                log line, if any.
             calls: callbacks of the run, which give its first and last iteration and may end it.
         """
         for iteration in range(calls.run.start, calls.run.max_iter):
@@ -73,11 +74,11 @@ def run(
 
     Args:
         cfg: the run's config; ``MODEL.NUM_CLASSES`` is filled in from the data.
-        resume: go on from the last checkpoint in ``OUTPUT_DIR``, where there is one.
-        eval_only: evaluate ``MODEL.WEIGHTS``, or with ``resume`` the last checkpoint.
-        allow_partial: evaluate also weights that fit the model in part; the rest of it is random.
-        sizes: test sizes in pixels to evaluate at, one after the other; empty: at that of the config.
-        callbacks: what watches the training beside the callbacks that ``CALLBACKS`` names.
+        resume: whether to continue from the last checkpoint in ``OUTPUT_DIR``, if there is one.
+        eval_only: whether to evaluate only, ``MODEL.WEIGHTS`` or with ``resume`` the last checkpoint.
+        allow_partial: whether to evaluate even if the weights fit only a part of the model; the rest of the model is random.
+        sizes: test sizes in pixels to evaluate at, one after the other; empty: the config's test size.
+        callbacks: callbacks in addition to those that ``CALLBACKS`` names.
         engine: runner; ``None``: the built-in one.
 
     Returns:
@@ -85,7 +86,7 @@ def run(
 
     Raises:
         BadInputError: config, data or weights that cannot be used; a folder that another run is using.
-        RunStoppedError: a run that cannot go on.
+        RunStoppedError: a run that cannot continue.
         InterruptedRun: SIGTERM or Ctrl-C during training; the last step is saved.
     """
     engine = engine or Engine()
@@ -146,7 +147,7 @@ def train(cfg: CfgNode, engine: Engine, resume: bool, callbacks: Sequence[Callba
     record_agents(output, state.run_id)
     if start == 0:
         load_initial_weights(cfg, detector, state.classes)
-    step.seed = state.seed  # of a resumed run, its own
+    step.seed = state.seed  # a resumed run keeps its own seed
     write_config(engine.saved(cfg))
     logger.info("Seed %d: iterations %d to %d of %s", state.seed, start, length.max_iter, describe_model(detector))
     evaluated = state.ema.module if state.ema else detector
@@ -184,7 +185,7 @@ def train(cfg: CfgNode, engine: Engine, resume: bool, callbacks: Sequence[Callba
                 if iteration + 1 == length.max_iter or calls.is_over:
                     guard.save_final(iteration)
 
-            # A checkpoint is older than its evaluation, and than the final one.
+            # A checkpoint is saved before its evaluation, and before the final checkpoint, which may both be missing.
             if tests and start > 0 and (is_due(start - 1, length) or calls.is_over):
                 evaluate_after(start - 1)
             elif start == length.max_iter:
@@ -199,15 +200,15 @@ def train(cfg: CfgNode, engine: Engine, resume: bool, callbacks: Sequence[Callba
 
 
 def require_rest(cfg: CfgNode, start: int, length: TrainingSchedule) -> None:
-    """Refuse to resume a run that has more iterations than the config asks for; one that has as many is evaluated again.
+    """Refuse to resume a run with more iterations than the config asks for; a run with exactly as many is evaluated again.
 
     Args:
         cfg: config of the run.
-        start: iterations that the run has.
+        start: number of iterations that the run has.
         length: schedule of the run.
 
     Raises:
-        ConfigError: such a run.
+        ConfigError: a run with more iterations than the config asks for.
     """
     if start > length.max_iter:
         by_epochs = cfg.SOLVER.EPOCHS > 0

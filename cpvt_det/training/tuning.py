@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``cpvt-det train FOLDER --start``: the detector to start from, and the rule by which it is fine-tuned.
 
-Architecture, losses and the number of queries are those of the start, and so are the learning rates of a detector of ours: a run of
-minutes learns more at them than at a seventh of them (docs/train.md). Those of other projects are their authors' for fine-tuning.
+Architecture, losses and the number of queries are those of the start. So are the learning rates if the start is one of our
+detectors: a run of minutes learns more at them than at a seventh of them (docs/train.md). For detectors of other projects, the
+learning rates are those of their authors for fine-tuning.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,11 +24,11 @@ from cpvt_det.training.recipe import DETECTIONS, Choice, DataFacts, MachineFacts
 
 BASE_LR, BACKBONE_LR, NEW_HEAD = 1e-4, 1e-5, 10.0
 LEAST_CANVAS = 384
-"""Short side below which weights of 800 pixels are not used; those of a smaller test size are used at theirs."""
+"""Smallest short side in pixels for weights with a test size of 800 pixels; weights with a smaller test size are used at theirs."""
 FROZEN = {"cpu": 3, "cuda": 2}
-"""The last frozen stage of the backbone where there are steps enough to train the others."""
+"""Device -> the last frozen stage of the backbone if there are enough steps to train the others."""
 BEST = {"cuda": "dino_r50"}
-"""Device -> what ``--start auto`` is there. On a CPU a step of each public one takes seconds."""
+"""Device -> the detector that ``--start auto`` takes. A CPU has none, because a step of any public one takes seconds there."""
 OWN = (
     "MODEL.WEIGHTS",
     "MODEL.WEIGHTS_SHA256",
@@ -45,11 +46,11 @@ class TrainedStart:
     """A detector to start from.
 
     Attributes:
-        word: name, path or repository, as it is typed.
+        word: name, path or repository, as typed.
         sha256: hash of its file.
         cfg: config that it was trained with.
-        class_names: classes of its heads; none if they are unknown.
-        is_ours: whether it was trained here, so that its config has the rates that it was trained at.
+        class_names: names of its classes; empty if they are unknown.
+        is_ours: whether it was trained with this package, so that its config has its learning rates.
         state_names: names of its tensors.
     """
 
@@ -62,18 +63,18 @@ class TrainedStart:
 
     @property
     def least_canvas(self) -> int:
-        """Smallest short side in pixels that it is used at."""
+        """Smallest short side in pixels at which it is used."""
         return min(LEAST_CANVAS, self.cfg.INPUT.MIN_SIZE_TEST)
 
 
 def choose_start(word: str | None, device: str, keys: Sequence[str], tell: Callable[[str], None]) -> TrainedStart | None:
-    """The start of a run: what was typed, or else the best one of the device if it is on this machine.
+    """The start of a run: the typed one, or else the best one for the device if it is on this machine.
 
     Args:
-        word: what ``--start`` names: public weights, a file, a folder, a repository, ``auto`` or ``none``; ``None``: nothing.
+        word: value of ``--start``: public weights, a file, a folder, a repository, ``auto`` or ``none``; ``None``: not given.
         device: cpu or cuda.
         keys: keys that the user typed.
-        tell: function that is called with a line that says which, and why.
+        tell: function that is called with a line that names the start and the reason.
 
     Raises:
         BadInputError: weights that cannot be fetched or read.
@@ -104,7 +105,7 @@ def open_start(word: str, tell: Callable[[str], None]) -> TrainedStart:
 
     Raises:
         WeightsError: weights that cannot be fetched or read, or whose config is not known.
-        ConfigError: no detector.
+        ConfigError: a model that is not a detector.
     """
     weights, start = read_weights(word), find_start(word)
     cfg = config_of_weights(weights)
@@ -118,7 +119,7 @@ def open_start(word: str, tell: Callable[[str], None]) -> TrainedStart:
 
 
 def describe_classes(start: TrainedStart, names: Sequence[str]) -> list[str]:
-    """Which classes of the data the start knows, and those whose names are nearly the same."""
+    """Report which classes of the data the start knows, and new classes with nearly the same name as a known one."""
     new = [name for name in names if name not in start.class_names]
     lines = [
         f"classes that the start knows: {len(names) - len(new)} of {len(names)}" + (f"; new: {', '.join(new[:10])}" if new else "")
@@ -132,17 +133,17 @@ def describe_classes(start: TrainedStart, names: Sequence[str]) -> list[str]:
 def tuning_choices(
     start: TrainedStart, plan: Plan, data: DataFacts, machine: MachineFacts, names: Sequence[str], typed: dict[str, Any]
 ) -> list[Choice]:
-    """Everything but the length of a run that fine-tunes ``start``.
+    """All choices except the length for a run that fine-tunes ``start``.
 
     Args:
         start: detector to start from.
-        plan: what is decided of canvas, batch and frozen stages.
-        data, machine: facts.
+        plan: decisions on canvas, batch and frozen stages.
+        data, machine: facts about data and machine.
         names: classes of the data.
         typed: keys that the user typed -> their values.
 
     Raises:
-        ConfigError: a number of queries that the start does not have, or fewer than an image has objects.
+        ConfigError: a number of queries that the start does not have, or fewer queries than an image has objects.
     """
     queries, is_ranked = start.cfg.MODEL.DETR.NUM_OBJECT_QUERIES, start.cfg.MODEL.QUERIES.NAME == "mixed"
     number = typed.get("MODEL.DETR.NUM_OBJECT_QUERIES", queries)

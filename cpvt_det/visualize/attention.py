@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MARKER = "#00e5ff"
-LARGEST_POINT = 140.0  # area, in square points, of a sample with all the weight of its head
+LARGEST_POINT = 140.0  # area in square points of a sample that has all the weight of its head
 
 
 def draw_attention(record: ForwardRecord, tokens: Sequence[AttendedQuery], output: Path) -> list[Path]:
@@ -25,7 +25,7 @@ def draw_attention(record: ForwardRecord, tokens: Sequence[AttendedQuery], outpu
 
     Args:
         record: record of one image's forward pass.
-        tokens: tokens of the encoder, a row each.
+        tokens: tokens of the encoder, one per row of the picture.
         output: a folder.
 
     Returns:
@@ -91,7 +91,7 @@ def look(record: ForwardRecord, part: str, layer: int, chosen: list[int]) -> Ten
         chosen: indices of Q' tokens or queries.
 
     Returns:
-        (1, M, Q', N) float weights of a dense attention; else samples, and their reference points (1, Q', L, 2 or 4). On the CPU.
+        For dense attention, weights (1, M, Q', N) float; else samples and their reference points (1, Q', L, 2 or 4). On the CPU.
     """
     attention, inputs = record.layers[part][layer], record.inputs[part, layer]
     with torch.no_grad():
@@ -103,7 +103,7 @@ def look(record: ForwardRecord, part: str, layer: int, chosen: list[int]) -> Ten
 
 
 def _paint_weights(axes: "Axes", record: ForwardRecord, weights: Tensor, row: int, head: int | None) -> str:
-    """Draw a heat map of the cells with more than even attention; return a note with the peak, in multiples of even attention."""
+    """Draw a heat map of cells with above-even attention; return a note with the peak, in multiples of even attention."""
     heat, (right, bottom) = heat_map(record, weights[0, :, row].mean(0) if head is None else weights[0, head, row])
     peak = heat.max()
     share = ((heat - 1) / max(peak - 1, 1e-6)).clip(0, 1)
@@ -133,7 +133,7 @@ def heat_map(record: ForwardRecord, weights: Tensor) -> tuple[np.ndarray, Point]
 
 
 def _paint_samples(axes: "Axes", record: ForwardRecord, seen: tuple[Samples, Tensor], row: int, head: int | None) -> str:
-    """Draw a dot per sample, its colour by level and its area by weight, and the reference; return a note with shares by level."""
+    """Draw the reference and a dot per sample, coloured by level and sized by weight; return a note with shares by level."""
     samples, references = seen
     heads = slice(None) if head is None else slice(head, head + 1)
     locations, weights = samples.locations[0, row, heads], samples.weights[0, row, heads]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DETR's encoder attention by position: where a query looks because of where it is, averaged over what the images show."""
+"""DETR's encoder attention by position: where a query looks because of its own position, averaged over images."""
 
 import math
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ class AttentionByPosition:
         return tuple(self.weights.shape[:2])
 
     def by_offset(self) -> Tensor:
-        """(2 H - 1, 2 W - 1) float: the mean over all pairs of this offset from query to key, 0 in the middle."""
+        """(2 H - 1, 2 W - 1) float: for each offset from query to key, the mean over all pairs; offset 0 is in the middle."""
         height, width = self.shape
         total, count = torch.zeros(2, 2 * height - 1, 2 * width - 1).unbind(0)
         for y in range(height):
@@ -50,7 +50,7 @@ class AttentionByPosition:
         return total / count
 
     def pairs(self) -> Tensor:
-        """(H W, H W) float, of query and key, in multiples of even attention."""
+        """(H W, H W) float: attention by query and key, in multiples of even attention."""
         return self._flat() * math.prod(self.shape)
 
     def on_itself(self) -> float:
@@ -62,7 +62,7 @@ class AttentionByPosition:
         return (self._flat() * _distances(self.shape)).sum(1).mean().item()
 
     def even_distance(self) -> float:
-        """What :meth:`distance` would be if all weights were equal."""
+        """The value of :meth:`distance` if all weights were equal."""
         return _distances(self.shape).mean().item()
 
     def _flat(self) -> Tensor:
@@ -76,7 +76,7 @@ def _distances(shape: Size) -> Tensor:
 
 
 def dense_models(models: Sequence[NamedDetector]) -> list[NamedDetector]:
-    """The models whose encoder has layers, and attends to all tokens."""
+    """The models whose encoder has layers and attends to all tokens."""
     return [model for model in models if not model.detector.needs_references and attention_layers(model.detector)["encoder"]]
 
 
@@ -86,7 +86,7 @@ def average_attention(detector: nn.Module, images: Sequence[Tensor], layer: int)
     Args:
         detector: a DETR in evaluation mode; not changed.
         images: (3, h, w) uint8 each, all of one size.
-        layer: index of the layer; one beyond the last means the last.
+        layer: index of the layer; an index beyond the last layer means the last layer.
     """
     layers = attention_layers(detector)["encoder"]
     layer = min(layer, len(layers) - 1)
@@ -103,10 +103,10 @@ def mean_attention(
         model: a model of images in evaluation mode; not changed.
         images: (3, h, w) uint8 each, all of one size.
         layer: index of the layer.
-        attention: its attention.
+        attention: the attention module of that layer.
         stride: pixels per cell.
-        special: tokens before those of the cells, such as a class token. They are left out, as queries and as keys: what a query
-            gives to them is missing in the sum of its weights.
+        special: number of tokens before those of the cells, such as a class token. They are left out as queries and as keys, so
+            the attention that a query gives to them is missing from the sum of its weights.
     """
     total = 0.0
     for image in images:
@@ -121,7 +121,7 @@ def mean_attention(
 def draw_attention_by_position(
     models: Sequence[NamedDetector], images: Sequence[Tensor], path: Path
 ) -> list[tuple[str, AttentionByPosition]]:
-    """Draw the attention of DETRs side by side, in the first layer that has seen the encodings of all of them.
+    """Draw the attention of several DETRs side by side, in the first layer that follows the encodings of all of them.
 
     Args:
         models: result of :func:`dense_models`, at least one.
@@ -129,7 +129,7 @@ def draw_attention_by_position(
         path: path of the picture.
 
     Returns:
-        Names of the models and what was drawn of each.
+        Names of the models, and the attention drawn for each.
     """
     layer = max((part.seen_by for model in models for part in added_by(model.detector, images[:1])[0]), default=0)
     found = [(model.name, average_attention(model.detector, images, layer)) for model in models]
@@ -139,11 +139,11 @@ def draw_attention_by_position(
 
 
 def draw_found(found: Sequence[tuple[str, AttentionByPosition]], title: str, path: Path) -> None:
-    """Draw attention side by side: every pair of query and key, and below the mean by their offset.
+    """Draw attention side by side: above, every pair of query and key; below, the mean by their offset.
 
     Args:
         found: names and attention, at least one.
-        title: text above.
+        title: text above the picture.
         path: path of the picture.
     """
     figure, panels = new_grid(2, len(found), (3.4, 3.2), title)

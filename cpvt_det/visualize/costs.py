@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a detector costs: parameters, multiply-adds and activations by part; time and memory of an inference.
+"""The costs of a detector: parameters, multiply-adds and activations by part; time and memory of an inference.
 
 Operations are counted as torch runs them, by the formulas of ``torch.utils.flop_counter``, and added to the innermost part
-whose module is running. So the count does not depend on which kernel of a processor computes a product. Operations with their own
-kernel per device are counted from the shapes: deformable sampling, and attention, whose CPU kernel has no formula in torch 2.9
-and 2.14.
+whose module is running. So the count does not depend on which kernel of a processor computes a product. Operations with a
+separate kernel per device are counted from their shapes: deformable sampling, and attention, whose CPU kernel has no formula in
+torch 2.9 and 2.14.
 """
 
 import contextlib
@@ -41,13 +41,13 @@ PARTS = {
 REST = "rest"
 SAMPLE_COST = 5
 """Multiply-adds per channel of a sample: bilinear interpolation and the weighted sum (arXiv 2010.04159, appendix A.1)."""
-MIN_SECONDS = 1.0  # shortest time of measuring
+MIN_SECONDS = 1.0  # shortest measuring time
 MIN_CALLS = 3
 
 
 @dataclass
 class Costs:
-    """Costs of every part, by its name; 0 for parts without any.
+    """Costs of every part, by its name; 0 for a part without costs.
 
     Attributes:
         parameters: number of parameters, frozen ones included.
@@ -89,7 +89,7 @@ def count_costs(detector: nn.Module, images: Tensor, padding_mask: Tensor, parts
         parts: part -> names of its modules and parameters.
 
     Returns:
-        The costs by part; ``"rest"`` is what is in none of them.
+        The costs by part; ``"rest"`` has the costs outside all parts.
     """
     costs = Costs(*(dict.fromkeys((*parts, REST), 0) for _ in range(3)))
     for name, parameter in detector.named_parameters():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs wrote into their ``metrics.json``: the curves of one, and several side by side in one picture and one table."""
+"""Curves from the ``metrics.json`` of runs: those of one run, or several runs side by side in one picture and one table."""
 
 import json
 import logging
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Records = dict[int, dict[str, float]]
-"""Iteration -> name -> number, of one run."""
+"""Iteration -> name -> number, for one run."""
 Points = tuple[list[int], list[float]]
 """Iterations and values."""
 
@@ -43,7 +43,7 @@ def draw_curves(metrics_json: str | os.PathLike[str], output: str | os.PathLike[
 def curves_figure(records: Records) -> "Figure":
     """The matplotlib figure of :func:`draw_curves`, from records as :func:`read_metrics` returns them.
 
-    A panel without any value has a note in its place.
+    A panel without values shows a note instead.
 
     Raises:
         BadInputError: matplotlib is not installed.
@@ -99,10 +99,10 @@ def read_metrics(metrics_json: str | os.PathLike[str]) -> Records:
 
 
 def main_figures(records: Records) -> list[list[str]]:
-    """Names of the two main figures of every test set: ``bbox/AP`` and ``bbox/AP50`` of detection.
+    """Names of the two main figures of every test set: ``bbox/AP`` and ``bbox/AP50`` for detection.
 
-    What an evaluation measured has a slash in its name. By the contract of tasks the main figures of a group are the first in
-    alphabetical order; those of one class have a hyphen.
+    Figures of an evaluation have a slash in their names. By the contract of tasks, the main figures of a group are the first in
+    alphabetical order; figures of a single class have a hyphen.
     """
     groups: dict[str, list[str]] = {}
     for key in dict.fromkeys(key for record in records.values() for key in record):
@@ -170,7 +170,7 @@ def read_runs(paths: Sequence[str | os.PathLike[str]]) -> dict[str, Records]:
 
 
 def comparison_figure(runs: dict[str, Records]) -> "Figure":
-    """Total loss (faint: as logged; strong: smoothed over a fiftieth of the run) and main figure over the iterations.
+    """Draw total loss (faint: as logged; strong: smoothed over a fiftieth of the run) and main figure over the iterations.
 
     One colour per run.
     """
@@ -192,7 +192,7 @@ def comparison_figure(runs: dict[str, Records]) -> "Figure":
 
 
 def comparison_table(runs: dict[str, Records]) -> str:
-    """A row per run: its last loss, its best main figure (AP) and the iteration of that, its last two (AP and AP50)."""
+    """A row per run: its last loss, its best main figure (AP) with the iteration, and its last two main figures (AP and AP50)."""
     main, second = (name.rpartition("/")[2] for name in _main_figures(next(iter(runs.values()))))
     headers = ("run", "iterations", "last loss", f"best {main}", "at iteration", f"last {main}", f"last {second}")
     rows = [[name, *_figures_of(records)] for name, records in runs.items()]
@@ -216,7 +216,7 @@ def _figures_of(records: Records) -> list[str]:
 
 
 def _main_figures(records: Records) -> list[str]:
-    """Names of the two main figures of the first test set, where there are several; of a run without an evaluation, AP's."""
+    """Names of the two main figures of the first test set; for a run without an evaluation, those of AP."""
     return [*next(iter(main_figures(records)), []), "AP", "AP50"][:2]
 
 
@@ -226,7 +226,7 @@ def _series(records: Records, key: str) -> Points:
 
 
 def _smooth(values: Sequence[float], window: int) -> list[float]:
-    """The mean of each value and those before it, ``window`` in all; values that are not finite are left out."""
+    """The mean of each value and the values before it, ``window`` in total; values that are not finite are left out."""
     parts: Iterable[list[float]] = (values[max(0, end - window) : end] for end in range(1, len(values) + 1))
     finite = ([value for value in part if math.isfinite(value)] for part in parts)
     return [sum(part) / len(part) if part else math.nan for part in finite]

@@ -62,11 +62,11 @@ def draw_batches(
 def draw_denoising(
     batches: Iterable[list[Sample]], detector: nn.Module, denoising: ContrastiveDenoising, classes: Classes, count: int, path: Path
 ) -> int:
-    """Draw objects beside their noised copies: those that should find their object again, and those that should report none.
+    """Draw objects next to their noised copies: those that should find their object again, and those that should find none.
 
     Args:
         batches: batches of training samples.
-        detector, classes, count, path: as of :func:`draw_batches`.
+        detector, classes, count, path: as in :func:`draw_batches`.
         denoising: module that draws the noise.
 
     Returns:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures of matplotlib, which is imported when one is drawn."""
+"""Figures drawn with matplotlib, which is imported only when one is drawn."""
 
 import os
 import warnings
@@ -21,7 +21,7 @@ MARGIN = 0.06  # white border around an image, as a share of its sides, for poin
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """An empty figure, its sides in inches of 100 pixels. Made without pyplot, which keeps global state.
+    """An empty figure, with its sides given in inches of 100 pixels. It is made without pyplot, which keeps global state.
 
     Raises:
         BadInputError: matplotlib is not installed.

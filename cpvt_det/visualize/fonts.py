@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text in pictures, whatever its script: in DejaVu Sans, which comes with matplotlib, and what it lacks in fonts of the system."""
+"""Text in pictures, in any script: DejaVu Sans, which comes with matplotlib, and system fonts for characters that it lacks."""
 
 import functools
 import itertools
@@ -13,17 +13,17 @@ from PIL import ImageDraw, ImageFont
 logger = logging.getLogger(__name__)
 FILE = "mpl-data/fonts/ttf/DejaVuSans.ttf"
 LAST_RESORT = "Last"
-"""Beginning of the family names of fonts that have a sign for every character, but not the character: "Last Resort"."""
+"""Start of the family names of fonts that have only a placeholder for every character, such as "Last Resort"."""
 UPRIGHT = ("Regular", "Book", "Normal", "Roman", "Medium")
 _missing: set[str] = set()
-"""Characters that no font has, so far; the first was warned of."""
+"""Characters found so far that no font has; a warning was given at the first one."""
 
 
 class Face(NamedTuple):
     """A font of the system.
 
     Attributes:
-        family: name that matplotlib knows it by.
+        family: family name of the font in matplotlib.
         file: path of the font.
     """
 
@@ -32,7 +32,7 @@ class Face(NamedTuple):
 
 
 class Text:
-    """A line of text, its characters in the fonts that have them.
+    """A line of text, with each character in a font that has it.
 
     Args:
         text: text of one line.
@@ -56,14 +56,14 @@ class Text:
         self.box = round(min(lefts)), round(min(tops)), round(max(rights)), round(max(bottoms))
 
     def draw(self, draw: ImageDraw.ImageDraw, x: float, y: float, color: str) -> None:
-        """Draw the text, the start of its baseline at (x, y)."""
+        """Draw the text with the start of its baseline at (x, y)."""
         for start, part, font in self._parts:
             draw.text((x + start, y), part, fill=color, font=font, anchor="ls")
 
 
 @functools.lru_cache(maxsize=64)
 def load_font(file: str | None, size: float) -> ImageFont.FreeTypeFont:
-    """A font of a size in pixels; ``None`` is DejaVu Sans, or where matplotlib has none, Pillow's own."""
+    """A font in a size in pixels; ``None`` means DejaVu Sans, or Pillow's own font if DejaVu Sans is missing."""
     file = file or _dejavu()
     return ImageFont.truetype(file, size) if file else ImageFont.load_default(size)
 
@@ -116,12 +116,12 @@ def _fallbacks(characters: str) -> dict[str, Face]:
 
 
 def _covered_by_system(characters: set[str]) -> dict[Face, set[str]]:
-    """Fonts of the system, upright ones first, and which of the characters each has."""
+    """Fonts of the system, upright ones first, each with those of the characters that it has."""
     from matplotlib.font_manager import findSystemFonts
     from matplotlib.ft2font import FT2Font
 
     covered: dict[bool, dict[Face, set[str]]] = {True: {}, False: {}}
-    for file in sorted(findSystemFonts()):  # not matplotlib's own list, which does not know a font that was installed later
+    for file in sorted(findSystemFonts()):  # not matplotlib's own list, which lacks fonts installed later
         try:
             font = FT2Font(file)
         except (OSError, RuntimeError):  # a damaged font

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages for a browser: one file each, with its style, scripts, data and images inside, so that nothing is ever fetched."""
+"""Pages for a browser: one file each, with style, scripts, data and images inside, so that nothing needs to be fetched."""
 
 import base64
 import io
@@ -26,8 +26,8 @@ def build_page(name: str, data: Any) -> str:
     """A page with its style and scripts written into it.
 
     Args:
-        name: file name of the page in ``visualize/pages``; it links style and scripts beside it by their file names.
-        data: data of the page, plain values for JSON.
+        name: file name of the page in ``visualize/pages``; the page links style and scripts in the same folder by file name.
+        data: data of the page, as plain values for JSON.
 
     Returns:
         HTML that needs no other file.
@@ -38,17 +38,17 @@ def build_page(name: str, data: Any) -> str:
     page = (FOLDER / name).read_text(encoding="utf-8")
     page = re.sub(r'<link rel="stylesheet" href="(\S+?)">', lambda link: f"<style>\n{_read(link[1])}</style>", page)
     page = re.sub(r'<script src="(\S+?)"></script>', lambda link: f"<script>\n{_read(link[1])}</script>", page)
-    # No "<" in it: neither a tag nor a comment in a name can end the script.
+    # Without any "<", neither a tag nor a comment in a name can end the script.
     content = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     return page.replace(DATA, DATA.replace("></", f">{content}</"))
 
 
 def embed_image(image: Tensor, budget: float = math.inf) -> str:
-    """A data URI of an image, as JPEG; at most 960 pixels long, and scaled down further until it fits.
+    """A data URI of an image as JPEG, with a long side of at most 960 pixels, and scaled down further until it fits.
 
     Args:
         image: (3, H, W) uint8, RGB.
-        budget: largest number of characters; an image of 64 pixels is embedded whatever it takes.
+        budget: largest number of characters; an image of 64 pixels is embedded even if it needs more.
     """
     picture = Image.fromarray(np.ascontiguousarray(image.permute(1, 2, 0).numpy()))  # (3, H, W) -> (H, W, 3)
     side = min(max(picture.size), LONGEST_SIDE)

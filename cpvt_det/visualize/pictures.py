@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of detections, alone or beside the ground truth.
+"""Pictures of detections, alone or next to the ground truth.
 
-On the road of one image: after ``evaluation/answers.py``, beside ``evaluation/coco.py``.
+Place in the pipeline: after ``evaluation/answers.py``, in parallel with ``evaluation/coco.py``.
 """
 
 import colorsys
@@ -22,17 +22,17 @@ from cpvt_det.visualize.fonts import Text, load_font
 
 MIN_SIDE = 384  # pixels: images with a smaller short side are enlarged, so that labels fit in them
 MAX_SIDE = 2048  # pixels: limit of the long side of an enlarged image
-FEW = 3  # detections that are drawn where none passes the threshold
+FEW = 3  # number of detections that are drawn if none passes the threshold
 GAP = 8  # white pixels between pictures
-SHEET_WIDTH = 1600  # pixels: width of a sheet of comparisons, so that its labels can be read where it fills a screen
-SHEET_HEIGHT = 640  # pixels: largest height of an image on it
+SHEET_WIDTH = 1600  # pixels: width of a sheet of comparisons, chosen so that labels are readable when it fills a screen
+SHEET_HEIGHT = 640  # pixels: largest height of an image on a sheet
 
 Color = tuple[int, int, int]
 Corners = tuple[int, int, int, int]
 
 
 class Compared(NamedTuple):
-    """An image to draw beside its ground truth; arguments of :func:`draw_comparison`."""
+    """An image to draw next to its ground truth; arguments of :func:`draw_comparison`."""
 
     image: Tensor
     truth: Detections | None
@@ -74,12 +74,12 @@ def draw_comparison(
 ) -> Tensor:
     """One image twice, side by side: with its detections, and with its ground truth.
 
-    Where no detection passes the threshold, the best three are drawn, and the title says so; except beside a ground truth without
-    objects, where no detection is right.
+    If no detection passes the threshold, the best three are drawn and the title says so. The exception is a ground truth without
+    objects, for which no detection is right.
 
     Args:
-        image: (3, H, W) uint8, RGB. It is enlarged by the whole number that makes its short side at least 384,
-            or less where the long side would exceed 2048.
+        image: (3, H, W) uint8, RGB. It is enlarged by the whole number that makes its short side at least 384, or by less if the
+            long side would exceed 2048.
         truth: ground truth, whose scores are ignored; ``None`` for a single panel.
         detections: boxes in pixels of ``image``.
         class_names: the name of each class.
@@ -87,7 +87,7 @@ def draw_comparison(
         height: height that the image is resized to, instead of being enlarged.
 
     Returns:
-        (3, H', W') uint8, the panels on white, each under its title.
+        (3, H', W') uint8, the panels on white, each below its title.
 
     Raises:
         TypeError: an image that is not uint8.
@@ -123,13 +123,13 @@ def draw_objects(
         image: (3, H, W) uint8, RGB; enlarged as by :func:`draw_comparison`.
         objects: boxes in pixels of ``image``.
         class_names: the name of each class.
-        scored: write scores beside the names.
+        scored: whether to write scores next to the names.
         what: name of the picture in error messages.
         height: height that the image is resized to, instead of being enlarged.
         notes: text after the label of each object, such as its track.
 
     Raises:
-        TypeError, ValueError: as :func:`draw_comparison`.
+        TypeError, ValueError: as in :func:`draw_comparison`.
     """
     _check(image, objects, class_names, what)
     if height is None:
@@ -154,7 +154,7 @@ def draw_objects(
 
 
 def _check(image: Tensor, objects: Detections, class_names: Sequence[str], what: str) -> None:
-    """Refuse what cannot be drawn."""
+    """Refuse images and objects that cannot be drawn."""
     if image.dtype != torch.uint8:
         raise TypeError(f"expected an image of dtype uint8, got {image.dtype}; use (255 * image).byte() for [0, 1]")
     if image.ndim != 3 or image.shape[0] != 3 or 0 in image.shape:
@@ -169,11 +169,11 @@ def _check(image: Tensor, objects: Detections, class_names: Sequence[str], what:
 def save_comparisons(
     compared: Sequence[Compared], class_names: Sequence[str], score_threshold: float, path: str | os.PathLike[str]
 ) -> None:
-    """Write comparisons as one PNG whose rows they fill from side to side, as :func:`sheet_rows` lays them out.
+    """Write comparisons as one PNG in rows of full width, laid out by :func:`sheet_rows`.
 
     Args:
         compared: images with their ground truth and detections; at least one.
-        class_names, score_threshold: as of :func:`draw_comparison`.
+        class_names, score_threshold: as in :func:`draw_comparison`.
         path: path of the PNG; missing folders are created.
     """
     rows, left = [], iter(compared)
@@ -185,14 +185,14 @@ def save_comparisons(
 
 
 def sheet_rows(sizes: Sequence[Size]) -> list[tuple[int, int]]:
-    """Lay out comparisons in rows of one width, without space beside them.
+    """Lay out comparisons in rows of the same width, without space at the sides.
 
     Args:
         sizes: (h, w) of each image; a comparison is twice as wide.
 
     Returns:
-        For each row the number of its comparisons, and the height of their images: the one that fills ``SHEET_WIDTH``; in the last
-        row at most ``SHEET_HEIGHT``.
+        For each row, the number of its comparisons and the height of their images. With this height the row fills ``SHEET_WIDTH``;
+        in the last row it is at most ``SHEET_HEIGHT``.
     """
     rows, count, aspect = [], 0, 0.0
     for place, (height, width) in enumerate(sizes, start=1):
@@ -229,7 +229,7 @@ def _draw_panel(
 
 
 def _pixels(low: float, high: float, scale: float, side: int) -> tuple[int, int]:
-    """First and last pixel of an interval in an enlarged image of ``side`` pixels; inside the image, and at least one pixel."""
+    """First and last pixel of an interval in an enlarged image of ``side`` pixels, inside the image and at least one pixel long."""
     first = min(max(math.floor(low * scale), 0), side - 1)
     return first, min(max(math.ceil(high * scale) - 1, first), side - 1)
 
@@ -271,7 +271,7 @@ def _with_title(picture: Image.Image, title: str) -> Image.Image:
 
 
 def _arrange(pictures: Sequence[Image.Image], columns: int) -> Image.Image:
-    """Pictures row by row on white; a column is as wide as its widest, a row as high as its highest."""
+    """Pictures row by row on white; a column is as wide as its widest picture, and a row as high as its highest."""
     columns = min(columns, len(pictures))
     widths = [max(picture.width for picture in pictures[start::columns]) for start in range(columns)]
     rows = [pictures[start : start + columns] for start in range(0, len(pictures), columns)]

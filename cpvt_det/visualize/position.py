@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What position encodings add to a detector's features, and the kernels that PEG has learned."""
+"""Pictures of the terms that position encodings add to a detector's features, and of the kernels that PEG has learned."""
 
 import contextlib
 import itertools
@@ -30,7 +30,7 @@ DRAWN = 4
 
 @dataclass
 class NamedDetector:
-    """A detector in evaluation mode, and its name in pictures."""
+    """A detector in evaluation mode and its name in pictures."""
 
     name: str
     detector: nn.Module
@@ -38,7 +38,7 @@ class NamedDetector:
 
 @dataclass
 class Added:
-    """What a position encoding adds at one place.
+    """The maps that a position encoding adds at one place.
 
     Attributes:
         layer: index of the encoder layer before this place, -1 for before the first; ``None``: added to queries and keys of every
@@ -58,16 +58,16 @@ class Added:
 
     @property
     def seen_by(self) -> int:
-        """The first layer whose attention sees it."""
+        """The first layer whose attention sees the maps."""
         return 0 if self.layer is None else self.layer + 1
 
 
 @contextlib.contextmanager
 def record_added(position: PositionEncoding) -> Iterator[list[Added]]:
-    """Within the block, record what an encoding adds, to queries and keys or to the tokens.
+    """Within the block, record the maps that an encoding adds to queries and keys or to tokens.
 
     Yields:
-        One entry per place, in the order of the calls.
+        A list with one entry per place, in the order of the calls.
     """
     added: list[Added] = []
 
@@ -84,7 +84,7 @@ def record_added(position: PositionEncoding) -> Iterator[list[Added]]:
         return out
 
     with position.register_forward_hook(note_additive):
-        position.inject = inject  # on this object alone: the encoder calls its method
+        position.inject = inject  # only on this object, whose method the encoder calls
         try:
             yield added
         finally:
@@ -95,8 +95,8 @@ def images_of_size(source: str, output: Path, size: Size) -> list[Tensor]:
     """Images stretched to a size.
 
     Args:
-        source: file, folder or glob, of which the first 16 images by name are read; if empty, four images are drawn.
-        output: a folder below which nothing is read.
+        source: file, folder or glob; the first 16 images by name are read. If it is empty, four images are drawn.
+        output: folder below which no images are read.
         size: (h, w) of the result.
 
     Returns:
@@ -115,7 +115,7 @@ def images_of_size(source: str, output: Path, size: Size) -> list[Tensor]:
 
 @torch.no_grad()
 def added_by(detector: nn.Module, images: Sequence[Tensor], beside: Tensor | None = None) -> tuple[list[Added], Tensor]:
-    """What the encoding adds to the features of images of one size, the mean over the images.
+    """The maps that the encoding adds to the features of images of one size, as the mean over the images.
 
     Args:
         detector: a detector in evaluation mode; not changed.
@@ -210,7 +210,7 @@ def draw_kernels(models: Sequence[NamedDetector], path: Path) -> Path | None:
 
 
 def _place(name: str) -> str:
-    """``pegs.0.1`` in words; a third number is an index in a stack; a single one belongs to an encoding of queries and keys."""
+    """``pegs.0.1`` in words. A third number is an index in a stack; a single number belongs to an encoding of queries and keys."""
     _, *layer, level = name.split(".")[:3]
     stacked = "".join(f", number {place}" for place in name.split(".")[3:])
     where = {"": "to queries and keys", "before": "before the first layer"}.get("".join(layer), f"after layer {''.join(layer)}")

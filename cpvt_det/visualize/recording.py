@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forward pass of an image, recorded by hooks: the layers contain no code for it, and their results do not change, but by
-rounding where they leave padded tokens out otherwise: a layer with a hook gets the whole batch.
+"""The forward pass of an image, recorded by hooks, so that the layers contain no code for it.
 
-Attention layers keep no attention weights, as fused kernels do not produce them; here they are computed from the layers' inputs.
+A layer with a hook gets the whole batch. If it would otherwise leave padded tokens out, its results change by rounding only.
+Attention layers keep no attention weights, because fused kernels do not produce them. Here, the weights are computed from the
+layers' inputs.
 """
 
 import contextlib
@@ -28,25 +29,25 @@ LEAST_SCORE = 0.05  # lowest score of a recorded detection; the best one is alwa
 
 
 def record_inputs(modules: Mapping[str, nn.Module]) -> contextlib.AbstractContextManager[dict[str, tuple[Any, ...]]]:
-    """Within the block, record the arguments that modules are called with.
+    """Within the block, record the arguments with which modules are called.
 
     Args:
         modules: name -> module.
 
     Returns:
-        Context of: name -> positional arguments of the module's last call; no entry before its first call.
+        Context that gives a dict, name -> positional arguments of the module's last call; without an entry before its first call.
     """
     return _record(modules, lambda module, keep: module.register_forward_pre_hook(lambda _, args: keep(args)))
 
 
 def record_outputs(modules: Mapping[str, nn.Module]) -> contextlib.AbstractContextManager[dict[str, Any]]:
-    """Within the block, record what modules return; arguments and result as of :func:`record_inputs`."""
+    """Within the block, record the outputs of modules; arguments and result as in :func:`record_inputs`."""
     return _record(modules, lambda module, keep: module.register_forward_hook(lambda _, args, out: keep(out)))
 
 
 @contextlib.contextmanager
 def _record(modules: Mapping[str, nn.Module], hook: Callable[..., Any]) -> Iterator[dict[str, Any]]:
-    """``hook(module, keep)`` makes a module call ``keep`` with what is recorded of it."""
+    """Record modules by ``hook(module, keep)``, which makes a module call ``keep`` with the values to record."""
     kept: dict[str, Any] = {}
     with contextlib.ExitStack() as hooks:
         for name, module in modules.items():
@@ -69,10 +70,10 @@ def attention_weights(
     Args:
         attention: the layer.
         queries, keys, values, padding_mask, attention_mask, place: arguments of its call; values have no effect.
-        chosen: indices of the queries that are asked for; ``None``: all.
+        chosen: indices of the queries whose weights are wanted; ``None``: all queries.
 
     Returns:
-        (B, M, Q, N) float, of the chosen queries; they sum to 1 over N.
+        Weights (B, M, Q, N) float of the chosen queries; they sum to 1 over N.
     """
     channels = queries.shape[-1]
     biases = (None, None) if attention.in_proj_bias is None else attention.in_proj_bias.split(channels)
@@ -96,7 +97,7 @@ class Samples:
     """The sampling points of queries in deformable attention.
 
     Attributes:
-        locations: (B, Q, M, L, P, 2) float, xy in [0, 1] of the padded map; beyond it zeros are read.
+        locations: (B, Q, M, L, P, 2) float, xy in [0, 1] of the padded map; locations beyond it read zeros.
         weights: (B, Q, M, L, P) float; they sum to 1 over L and P.
     """
 
@@ -152,7 +153,7 @@ class ForwardRecord:
         original_size: (h, w) of the image on disk.
         canvas: (H, W) of the padded image.
         layers: the layers that attend to the image's tokens, by "encoder" and "decoder".
-        inputs: arguments of these layers, by part and number, as in ("encoder", 0).
+        inputs: arguments of these layers, by part and layer index, as in ("encoder", 0).
         found: the best queries, best first.
     """
 
@@ -166,7 +167,7 @@ class ForwardRecord:
 
     @property
     def is_dense(self) -> bool:
-        """Whether queries attend to all tokens, not to sampling points."""
+        """Whether queries attend to all tokens instead of sampling points."""
         return not self.detector.needs_references
 
     @property

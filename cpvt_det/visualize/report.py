@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of an evaluation: curves, confusion matrix, thresholds and the worst images, as pictures, JSON, CSV and two pages;
-of a classifier, which classes are confused."""
+"""The report of an evaluation: curves, confusion matrix, thresholds and the worst images, as pictures, JSON, CSV and two pages.
+The report of a classifier shows which classes are confused."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 BACKGROUND = "background"
 COLUMNS = 4
 NAMED = 2
-"""Best classes that stand above an image of a classifier."""
+"""Number of best classes in the title above a classifier's image."""
 COUNTED_CLASSES = 20
 """Largest number of classes for which the counts are written into the cells of the confusion matrix."""
 
@@ -43,11 +43,11 @@ def write_report(
     threshold: float,
     num_worst: int,
 ) -> None:
-    """Write ``report.md`` and the files that it shows, and ``report.html``.
+    """Write ``report.md``, the files that it shows, and ``report.html``.
 
     Args:
         dataset: data set with the ground truth.
-        matches: its objects and detections.
+        matches: objects and detections of the data set.
         figures: result of :meth:`cpvt_det.evaluation.coco.CocoEvaluator.evaluate`.
         folder: folder to write to; created if missing.
         threshold: lowest score of the detections that the confusion matrix and the worst images count.
@@ -96,7 +96,7 @@ def precision_recall_figure(curves: Sequence[Curve], names: Sequence[str]) -> "F
 def confusion_figure(matrix: np.ndarray, names: Sequence[str]) -> "Figure":
     """The matrix of :meth:`cpvt_det.evaluation.matches.Matches.confusion`; the shade of a cell is its share of the row.
 
-    One of image classes, (K, K), has no background.
+    A matrix of image classes, (K, K), has no background.
     """
     labels = [*map(_plain, names), BACKGROUND][: len(matrix)]
     counted = len(names) <= COUNTED_CLASSES
@@ -125,7 +125,7 @@ def _percent(share: float) -> str:
 
 
 def _draw_worst(dataset: CocoDataset, matches: Matches, worst: Sequence[int], folder: Path, threshold: float) -> list[str]:
-    """Draw one picture per image, ground truth beside detections; return their names relative to the folder."""
+    """Draw one picture per image, with ground truth next to detections; return the file names relative to the folder."""
     for old in (folder / "worst").glob("*.png"):
         old.unlink()
     drawn = []
@@ -214,7 +214,7 @@ def _page(content: dict[str, Any], figures: dict[str, dict[str, float]], curves:
 
 
 def _best_score(content: dict[str, Any]) -> str:
-    """A sentence of the best score; in bold where it does not pass the threshold."""
+    """A sentence about the best score, in bold if it does not pass the threshold."""
     best = content["best_score"]
     if best is None:
         return " **There is no detection.**"
@@ -233,7 +233,7 @@ def _thresholds(classes: Sequence[dict[str, Any]]) -> str:
 
 
 def draw_answers(answers: Sequence[Mapping[str, Any]], count: int, path: Path) -> None:
-    """Draw images, spread over a test set, under their class and what was found.
+    """Draw images, spread over a test set, below their true class and the predicted classes.
 
     Args:
         answers: result of :meth:`cpvt_det.evaluation.top_k.ClassEvaluator.answers`; at least one.
@@ -250,7 +250,7 @@ def draw_answers(answers: Sequence[Mapping[str, Any]], count: int, path: Path) -
 
 
 def write_class_report(counts: np.ndarray, names: Sequence[str], figures: Mapping[str, Mapping[str, float]], folder: Path) -> None:
-    """Write ``report.md`` with the figures and the pairs of classes that are confused most, and ``confusion.png``.
+    """Write ``confusion.png``, and ``report.md`` with the figures and the pairs of classes that are confused most.
 
     Args:
         counts: result of :meth:`cpvt_det.evaluation.top_k.ClassEvaluator.confusion`.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``report.html``: the report of an evaluation as one page, whose figures and images follow a slider of the score threshold.
 
-The page counts in a browser what :mod:`cpvt_det.evaluation` counts at one threshold. Scores are cut to thousandths, which are the
-steps of the slider, so that both count the same; of a very large data set to larger steps, so that its counts fit into the page.
+In the browser, the page counts at any threshold as :mod:`cpvt_det.evaluation` counts at one. Scores are cut to thousandths, the
+steps of the slider, so that both counts agree. For a very large data set, steps are larger so that its counts fit into the page.
 """
 
 import math
@@ -26,10 +26,11 @@ from cpvt_det.visualize.page import build_page, embed_image, hex_color
 STEPS = 1000
 """Steps of the slider from score 0 to 1."""
 MOST_IMAGES = 500
-"""Largest number of embedded images: those with most mistakes. The figures count all images."""
+"""Largest number of embedded images, those with the most mistakes. The figures count all images."""
 MOST_BYTES = 19_000_000
 GRIDS = (1, 2, 5, 10, 20, 50, 100)
-"""Distances of the slider's positions in steps: the first whose data leave half of the bytes to the images, else the last."""
+"""Distances of the slider's positions in steps. The first one whose data leave half of the bytes to the images is used, else the
+last."""
 SMALL, LARGE = 32**2, 96**2  # pixels: COCO's limits of the area of a medium object
 
 Row = list[Any]
@@ -51,7 +52,7 @@ def write_report_page(
         curves: the curve of each class.
         figures: result of :meth:`cpvt_det.evaluation.coco.CocoEvaluator.evaluate`.
         path: path of the file.
-        threshold: threshold that the slider starts at.
+        threshold: threshold at which the slider starts.
     """
     mistakes = matches.mistakes(threshold).sum(axis=1)
     shown = np.argsort(-mistakes, kind="stable")[:MOST_IMAGES].tolist()  # those with most mistakes first, then the others by id
@@ -62,7 +63,7 @@ def write_report_page(
             "images": len(matches.image_ids),
             "threshold": step_of(threshold),
             "best": _best_step(pooled_curve(curves)),
-            "figures": {  # of all classes together; None where there is no ground truth for one
+            "figures": {  # for all classes together; None if there is no ground truth for a figure
                 name: None if math.isnan(value) else value for name, value in figures["bbox"].items() if not name.startswith("AP-")
             },
             "classes": _classes(dataset, curves),
@@ -79,7 +80,7 @@ def write_report_page(
 
 
 def step_of(score: float) -> int:
-    """The highest step of the slider that a score passes; -1 for none, the score -1."""
+    """The highest step of the slider that a score passes; -1 for the score -1, which passes none."""
     return int(_steps_of(np.array(score)))
 
 
@@ -88,7 +89,7 @@ def _steps_of(scores: np.ndarray) -> np.ndarray:
 
 
 def _fitted(content: dict[str, Any]) -> dict[str, Any]:
-    """The data of the page with ``grid``, at whose multiples the slider stands and the counts are kept; those are exact there."""
+    """The data of the page for a ``grid``. The slider stops at multiples of the grid, where the counts are stored and exact."""
     for grid in GRIDS:
         tables = {name: _on_grid(content[name], grid) for name in ("objects", "false", "confusion")}
         starts = {name: content[name] and content[name] // grid * grid for name in ("threshold", "best")}
@@ -99,7 +100,7 @@ def _fitted(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _on_grid(rows: Sequence[Row], grid: int) -> list[Row]:
-    """Rows that end with a step and a count, the steps lowered to multiples of the grid; -1 stays below all of them."""
+    """Rows that end with a step and a count, with steps lowered to multiples of the grid; a step of -1 stays below all others."""
     counts: Counter = Counter()
     for *key, step, count in rows:
         counts[(*key, step // grid * grid)] += count
@@ -129,12 +130,12 @@ def _best_step(curve: Curve) -> int | None:
 
 
 def _counts(matches: Matches, num_classes: int) -> dict[str, list[Row]]:
-    """Counts over all images, by the step that a score passes, -1 for none.
+    """Counts over all images, by the highest step that a score passes, -1 for none.
 
     Returns:
-        ``objects``: rows of class, size, the step of the detection that finds them, and their number; ``false``: class, step and
-        number of detections without an object of their class; ``confusion``: true class, detected class, step and number, where
-        class K is the background.
+        ``objects``: rows of class, size, step of the detection that finds the objects, and their number; ``false``: rows of class,
+        step and number of detections without an object of their class; ``confusion``: rows of true class, detected class, step and
+        number, where class K is the background.
     """
     objects, steps = matches.objects, _steps_of(matches.scores)
     is_false, is_counted = matches.same_class == NOTHING, matches.any_class != IGNORED
@@ -152,8 +153,8 @@ def _counts(matches: Matches, num_classes: int) -> dict[str, list[Row]]:
 
 
 def _image(matches: Matches, index: int, record: ImageRecord) -> dict[str, Any]:
-    """An image without its pixels: objects are [x, y, w, h, class, size, crowd, step of the detection that finds it], detections
-    [x, y, w, h, class, step, index of the object of the same class, of any class].
+    """An image without its pixels. Objects are [x, y, w, h, class, size, crowd, step of the detection that finds it]. Detections
+    are [x, y, w, h, class, step, index of the object of the same class, index of the object of any class].
     """
     own, found = matches.of_image(index)
     objects = matches.objects[own]
@@ -170,7 +171,7 @@ def _image(matches: Matches, index: int, record: ImageRecord) -> dict[str, Any]:
 
 
 def _base_name(file_name: str) -> str:
-    """The last part of a path or an address, without anything of the machine; what follows "?" in an address may be a key."""
+    """The last part of a path or an address, which says nothing about the machine; after "?" an address may contain a key."""
     path = urlsplit(file_name).path if "://" in file_name else file_name
     return re.split(r"[\\/]", path)[-1]
 

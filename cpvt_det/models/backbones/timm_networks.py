@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What timm has under a name: the package itself, the kind of network, and its weights."""
+"""Access to timm by network name: the package itself, the kind of a network, and its weights."""
 
 import difflib
 import inspect
@@ -17,14 +17,14 @@ from cpvt_det.models.backbones import packaged
 from cpvt_det.models.backbones.contract import load_all
 
 TRANSFORMERS = ("VisionTransformer", "Eva")
-"""timm's classes of ViTs whose attention takes a mask; the second has rotary positions (EVA-02, DINOv3)."""
+"""timm's ViT classes whose attention takes a mask; the second has rotary positions (EVA-02, DINOv3)."""
 
 
 def timm_with(name: str) -> ModuleType:
-    """The package timm, which has a network of this name.
+    """The package timm, if it has a network of this name.
 
     Raises:
-        ConfigError: no package timm.
+        ConfigError: timm is not installed.
         UnknownNameError: a name that timm does not have.
     """
     try:
@@ -38,29 +38,29 @@ def timm_with(name: str) -> ModuleType:
 
 
 def is_transformer(name: str) -> bool:
-    """Whether timm's builder of a name says that it returns one of ``TRANSFORMERS``; raises as :func:`timm_with`."""
+    """Whether timm's builder of this name is annotated to return one of ``TRANSFORMERS``; raises as :func:`timm_with` does."""
     returned = inspect.signature(timm_with(name).model_entrypoint(name)).return_annotation
     return getattr(returned, "__name__", returned) in TRANSFORMERS
 
 
 def pixel_statistics(network: nn.Module) -> list[list[float]]:
-    """Means and standard deviations of R, G and B, from 0 to 255, for the weights that timm has of a network."""
+    """Means and standard deviations of R, G and B, from 0 to 255, for timm's weights of a network."""
     return [[255 * value for value in network.pretrained_cfg[key]] for key in ("mean", "std")]
 
 
 def load_weights(body: nn.Module, name: str, weights: str, read: Callable[[str], Mapping[str, Tensor]]) -> None:
-    """Give a network, or the part of one, the weights of a classifier, or of another such part.
+    """Load the weights of a classifier, or of a part of a network, into a network or the same part of it.
 
     Args:
         body: the network, changed in place.
-        name: name of timm's.
-        weights: ``pip`` for those of an installed package, ``DEFAULT`` for timm's, downloaded once; or a file of a state dict
-            with timm's names, or of a model of ours. Its head, and parts that ``body`` does not have, are left out.
+        name: timm's name of the network.
+        weights: ``pip`` for the weights of an installed package; ``DEFAULT`` for timm's weights, downloaded once; or a file of a
+            state dict with timm's names, or of one of our models. Its head, and parts that ``body`` does not have, are ignored.
         read: reader of a file's state dict.
 
     Raises:
         UnknownNameError: neither a known name nor a file.
-        WeightsError: a missing package, a failing download, or weights of another network.
+        WeightsError: a missing package, a failed download, or weights of a different network.
     """
     with torch.random.fork_rng(devices=[]):
         whole = timm_with(name).create_model(name).state_dict()
@@ -78,17 +78,18 @@ def load_weights(body: nn.Module, name: str, weights: str, read: Callable[[str],
 def _download(name: str) -> Mapping[str, Tensor]:
     try:
         return timm_with(name).create_model(name, pretrained=True).state_dict()
-    except Exception as error:  # what timm and its hub raise has no common base
+    except Exception as error:  # exceptions of timm and its hub have no common base class
         raise WeightsError(
             f"cannot get timm's weights of {name} ({first_line(error)}); no network? give a local file in MODEL.BACKBONE.WEIGHTS"
         ) from error
 
 
 def fix_padding(network: nn.Module) -> None:
-    """Give TensorFlow's convolutions of a network, which pad by the size of their map, the padding of maps that are multiples of
-    the stride, as those of a canvas are: in a program of any size ``torch.export`` would reason about their rule for hours.
+    """Fix the padding of a network's TensorFlow-style convolutions, whose padding depends on the size of their map.
 
-    Those of timm's class ``Conv2dSame``; NFNet's standardised convolutions and NASNet's pooling keep the rule.
+    They get the padding for maps that are multiples of the stride, as all maps of a canvas are. Otherwise, in a program for any
+    size, ``torch.export`` would reason about their rule for hours. Only timm's class ``Conv2dSame`` is changed; NFNet's
+    standardised convolutions and NASNet's pooling keep the rule.
     """
     for module in network.modules():
         if type(module).__name__ == "Conv2dSame":

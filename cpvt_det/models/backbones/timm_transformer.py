@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Vision transformers of timm (DeiT III, DINOv2, DINOv3, EVA-02 and others), with the padding kept out of them.
+"""Vision transformers of timm (DeiT III, DINOv2, DINOv3, EVA-02 and others), made independent of the padding.
 
-On the road of one image: the first part of ``models/detector.py``.
+Place in the pipeline: the first part of ``models/detector.py``.
 """
 
 import math
@@ -21,25 +21,26 @@ from cpvt_det.structures import has_padding, level_padding_mask
 
 
 class TimmTransformer(nn.Module):
-    """A vision transformer of timm: one map, of the stride of its patches. Names of its parts, in ``body``, are timm's.
+    """A vision transformer of timm; it gives one map with the patches' stride. Its parts, in ``body``, have timm's names.
 
-    Patches under the padding are masked as keys. A table of positions is interpolated to each image's own grid, as timm does it to
-    that of a batch, and rotary positions are those of this grid: an image's tokens do not depend on what it is batched with.
+    Patches under the padding are masked as keys. A position table is interpolated to each image's own grid, where timm interpolates
+    it to the batch's grid. Rotary positions also use the image's own grid. So an image's tokens do not depend on the rest of its
+    batch.
 
     Args:
-        name: name of timm's, with or without a tag of weights, such as ``vit_small_patch14_dinov2.lvd142m``.
-        stages: the one map, n where 2 ** n is the power of 2 that is nearest to the stride: (4,) for patches of 14 or 16 pixels.
-        freeze_at: the map's stage or a larger number, which freezes all weights; a smaller one trains all.
-        mask_padding: ``False``: the whole canvas is taken for the image, as timm does.
-        checkpointing: blocks are computed again in the backward pass instead of kept.
+        name: timm's name, with or without a tag of weights, such as ``vit_small_patch14_dinov2.lvd142m``.
+        stages: stage n of the one map, where 2 ** n is the power of 2 nearest to the stride: (4,) for patches of 14 or 16 pixels.
+        freeze_at: number that freezes all weights if it is at least the map's stage; a smaller one trains all.
+        mask_padding: whether the padding is kept out; ``False`` treats the whole canvas as the image, as timm does.
+        checkpointing: whether blocks are recomputed in the backward pass instead of storing their activations.
 
     Attributes:
         pixel_mean, pixel_std: means and standard deviations of R, G and B, from 0 to 255, for the weights of this name.
 
     Raises:
-        ConfigError: no package timm.
+        ConfigError: timm is not installed.
         UnknownNameError: a name that timm does not have.
-        ValueError: stages that it does not have, a negative ``freeze_at``, or a stem that does not only cut patches.
+        ValueError: stages that do not exist, a negative ``freeze_at``, or a stem that does more than cut patches.
 
     Source: arXiv 2010.11929 (ViT); the network is timm's.
     """
@@ -59,7 +60,7 @@ class TimmTransformer(nn.Module):
         try:
             self.body: nn.Module = timm.create_model(name, dynamic_img_size=True)
             self.body.prune_intermediate_layers(prune_head=True)
-        except Exception as error:  # what timm's constructors raise has no common base
+        except Exception as error:  # exceptions of timm's constructors have no common base class
             raise ValueError(f"timm/{name} does not take images of any size: {first_line(error)}") from error
         if type(self.body.patch_embed) is not timm.layers.PatchEmbed:
             stem = type(self.body.patch_embed).__name__
@@ -79,7 +80,7 @@ class TimmTransformer(nn.Module):
         self.train(self.training)
 
     def load_pretrained(self, weights: str, read: Callable[[str], Mapping[str, Tensor]]) -> None:
-        """Take weights, as :func:`cpvt_det.models.backbones.timm_networks.load_weights` does."""
+        """Load weights, as :func:`cpvt_det.models.backbones.timm_networks.load_weights` does."""
         load_weights(self.body, self.name, weights, read)
 
     def forward(self, images: Tensor, padding_mask: Tensor) -> list[Tensor]:
@@ -111,13 +112,13 @@ class TimmTransformer(nn.Module):
         return [grid.permute(0, 3, 1, 2)]  # (B, H, W, C) -> (B, C, H, W)
 
     def train(self, mode: bool = True) -> "TimmTransformer":
-        """Set the mode; frozen weights stay in evaluation."""
+        """Set the mode; a frozen network stays in evaluation mode."""
         super().train(mode and not self._is_frozen)
         self.training = mode
         return self
 
     def layers_above(self, name: str) -> int:
-        """How many blocks come after a parameter: 0 for the last norm, 1 for the last block, one more than blocks for the stem."""
+        """How many blocks come after a parameter: 0 for the last norm, 1 for the last block, number of blocks + 1 for the stem."""
         total, parts = len(self.body.blocks), name.split(".")
         if parts[:2] == ["body", "blocks"]:
             return total - int(parts[2])
@@ -145,7 +146,7 @@ class TimmTransformer(nn.Module):
         return torch.cat(tokens, dim=1)
 
     def _rotations(self, mask: Tensor) -> Tensor:
-        """Rotary positions of each image's own grid, (B, 1, N, D); of each layer and head, (layers, B, heads, N, D)."""
+        """Rotary positions of each image's own grid, (B, 1, N, D), or (layers, B, heads, N, D) if they differ by layer and head."""
         if is_exporting():
             raise ValueError(f"timm/{self.name} cannot be exported: timm computes its rotary positions for known grids only")
         height, width = mask.shape[1:]

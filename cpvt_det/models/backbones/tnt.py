@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transformer in Transformer: inside each layer a small one over the pixels of every patch, which adds to the patch.
+"""Transformer in Transformer: each layer runs a small transformer over the pixels of every patch and adds its output to the patch.
 
-On the road of one image: the first part of ``models/detector.py``.
+Place in the pipeline: the first part of ``models/detector.py``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,24 +26,24 @@ STRIDE = 4  # image pixels per pixel token, along each side
 
 
 class TransformerInTransformer(VisionTransformer):
-    """A :class:`VisionTransformer` whose patches are made of pixel tokens, and take up these in every layer again.
+    """A :class:`VisionTransformer` whose patches are made from pixel tokens; every layer adds the pixels to their patch again.
 
     The patches have a table by default, or another encoding; the pixels of all patches share a table of 4 x 4 cells. A PEG
-    acts on the patches after a layer. Images have any size.
+    acts on the patches after a layer. Images may have any size.
 
     Args:
         channels, num_layers, num_heads, position, patch_size, num_tokens, drop_path, stages, checkpointing: as in
-            :class:`VisionTransformer`; patches have at least 4 pixels a side.
+            :class:`VisionTransformer`; the side of a patch is at least 4 pixels.
         inner_channels: channels of pixel tokens, a multiple of 4.
-        legacy: form of the article's first version: the stem's convolution looks beyond a patch, and pixels reach patches by a
-            norm for each and a linear layer.
-        squeeze: the outer networks' outputs are weighted by channel (SE).
+        legacy: whether to build the form of the article's first version. Its stem convolution looks beyond a patch, and pixels are
+            added to patches after a norm per pixel and a linear layer.
+        squeeze: whether the outer networks' outputs are weighted by channel (SE).
 
     Attributes:
-        pixel_mean, pixel_std: statistics of the channels, for the public weights.
+        pixel_mean, pixel_std: channel statistics that the public weights expect.
 
     Raises:
-        ValueError: as :class:`VisionTransformer`, and for patches of fewer than 4 pixels a side.
+        ValueError: as in :class:`VisionTransformer`, or a patch side below 4 pixels.
 
     Source: arXiv 2103.00112, equations 2 to 6; norms, initial values, legacy form and SE as in huawei-noah/Efficient-AI-Backbones.
     """
@@ -74,7 +74,7 @@ class TransformerInTransformer(VisionTransformer):
         self.encoder = _Encoder([layer(drop_path=rate) for rate in rates], channels, checkpointing)
 
     def load_pretrained(self, weights: str, read: Callable[[str], Mapping[str, Tensor]]) -> None:
-        """Take the weights of a file with timm's or the authors' names, or of a classifier of ours; as of DeiT."""
+        """Load the weights of a file with timm's or the authors' names, or of one of our classifiers, as for DeiT."""
         load_vit(self, weights, read, convert_tnt, TNT)
 
     def _embed(self, images: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,8 +97,9 @@ class _PixelsToPatch(nn.Module):
 
     Args:
         inner_channels, num_pixels, channels: C', N and C.
-        bias: whether the linear layer has one.
-        per_pixel: a norm over the channels of each pixel instead of all pixels together, and none after the linear layer.
+        bias: whether the linear layer has a bias.
+        per_pixel: whether the norm is over the channels of each pixel instead of all pixels together, and no norm follows the
+            linear layer.
     """
 
     def __init__(self, inner_channels: int, num_pixels: int, channels: int, bias: bool = True, per_pixel: bool = False):
@@ -115,7 +116,7 @@ class _PixelsToPatch(nn.Module):
 
 
 class _Layer(nn.Module):
-    """The inner transformer over pixels, what they add to their patches, the outer transformer over patches."""
+    """The inner transformer over pixels, the addition of pixels to their patches, and the outer transformer over patches."""
 
     def __init__(
         self,
@@ -134,7 +135,7 @@ class _Layer(nn.Module):
         self.outer = (_SqueezedLayer if squeeze else EncoderLayer)(channels, num_heads, 4 * channels, **shared)
 
     def forward(self, tokens: Tensor, pixels: Tensor, padding_mask: Tensor | None, *inside: Any) -> tuple[Tensor, Tensor]:
-        """Tokens (B, T + N, C), of which the last N are patches, and their pixels (B * N, ., C'), to the same."""
+        """Tokens (B, T + N, C), whose last N are patches, and the patches' pixels (B * N, ., C') -> the same."""
         pixels = self.inner(pixels, None, None)
         added = self.project(pixels).unflatten(0, (tokens.shape[0], -1))
         count = tokens.shape[1] - added.shape[1]
@@ -144,7 +145,7 @@ class _Layer(nn.Module):
 
 
 class _SqueezedLayer(EncoderLayer):
-    """An encoder layer whose network's output is weighted by channel, from its mean over all tokens that are not padded."""
+    """An encoder layer whose network's output is weighted by channel, with weights from its mean over the valid tokens."""
 
     def __init__(self, channels: int, *arguments: Any, **named: Any):
         super().__init__(channels, *arguments, **named)
@@ -199,19 +200,18 @@ def transformer_in_transformer(
 
     Args:
         size: key of ``SIZES``.
-        variant: ``legacy`` or ``se``, as of :class:`TransformerInTransformer`; empty: neither.
-        position: builder of another encoding.
-        embed_dim: other channels; 0: those of the name.
-        depth: another number of layers; 0: 12.
-        num_heads: other attention heads; 0: those of the name.
+        variant: ``legacy`` or ``se`` (``squeeze``), as in :class:`TransformerInTransformer`; empty: neither.
+        position: builder of an encoding that replaces the table.
+        embed_dim: number of channels; 0: that of the named model. Otherwise pixels have about a sixteenth of this number.
+        depth: number of layers; 0: 12.
+        num_heads: number of attention heads; 0: that of the named model.
         patch_size: side of a patch in pixels, a power of 2, and stride of the one map.
-        num_tokens: tokens beside the patches: 1, the class token; 2, distillation too; 0, none.
-        drop_path: probability that an image skips a part of the last layer; 0 in the first.
-        stages, checkpointing: as in :class:`cpvt_det.models.backbones.vit.VisionTransformer`; with other channels, pixels have
-            about a sixteenth of them.
+        num_tokens: number of tokens in addition to the patches: 1, the class token; 2, also a distillation token; 0, none.
+        drop_path: probability that an image skips a part of the last layer; it rises from 0 in the first layer.
+        stages, checkpointing: as in :class:`cpvt_det.models.backbones.vit.VisionTransformer`.
 
     Raises:
-        ValueError: as :class:`TransformerInTransformer`.
+        ValueError: as in :class:`TransformerInTransformer`.
     """
     *own, inner_channels = SIZES[size]
     sizes = [given or usual for given, usual in zip((embed_dim, depth, num_heads), own, strict=True)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of TNT, by timm's names or the authors', -> those of a classifier of ours."""
+"""Convert weights of TNT, by timm's names or the authors', to those of one of our classifiers."""
 
 import math
 import re
@@ -12,7 +12,7 @@ from cpvt_det.errors import WeightsError
 from cpvt_det.models.backbones.vit_weights import rename, split_table
 
 TNT = r"^blocks\.0\.(attn_in|inner_attn)\.qk\.weight$"
-"""A name that weights of TNT have, and ours do not."""
+"""Pattern of a tensor name that occurs in weights of TNT, but not in ours."""
 _AUTHORS = (
     (r"^outer_pos$", "patch_pos"),
     (r"^inner_pos$", "pixel_pos"),
@@ -47,13 +47,13 @@ UNUSED = "outer_tokens"  # the authors' files have it, and their model never rea
 
 
 def convert_tnt(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights of a TNT -> those of a classifier of ours, under ``backbone.`` and ``class_embed.``.
+    """Convert weights of a TNT to those of one of our classifiers, under ``backbone.`` and ``class_embed.``.
 
     Args:
         state_dict: tensors with the names of timm or of huawei-noah/Efficient-AI-Backbones.
 
     Raises:
-        WeightsError: a table that is not square, or no TNT's names.
+        WeightsError: a table that is not square, or names that are not TNT's.
     """
     others = {}
     for name, tensor in state_dict.items():

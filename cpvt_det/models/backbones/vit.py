@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Vision transformers as backbones, DeiT and CPVT: the encoder of the detectors, over patches of an image.
+"""Vision transformers as backbones, DeiT and CPVT: the detectors' encoder, applied to patches of an image.
 
-On the road of one image: the first part of ``models/detector.py``.
+Place in the pipeline: the first part of ``models/detector.py``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,19 +23,19 @@ from cpvt_det.structures import Size, has_padding, level_padding_mask
 SIZES = {"tiny": (192, 12, 3), "small": (384, 12, 6), "base": (768, 12, 12)}
 """Size -> channels, layers, heads, of DeiT and of CPVT (arXiv 2012.12877, table 1; arXiv 2102.10882, table 2)."""
 POSITIONS = {"deit": "table", "cpvt": "peg_plain"}
-"""Family -> the encoding that it has by itself."""
+"""Family -> its own position encoding."""
 INITIAL_STD = 0.02
 
 PositionBuilder = Callable[..., PositionEncoding]
-"""Builds the encoding, called with ``channels``, ``num_layers`` and ``num_heads``."""
+"""A function that builds the encoding; called with ``channels``, ``num_layers`` and ``num_heads``."""
 
 
 class VisionTransformer(nn.Module):
-    """Patches as tokens, beside class and distillation tokens, through an encoder; one map of the stride of the patches.
+    """An encoder over patch tokens, and over class and distillation tokens if any; it gives one map with the patches' stride.
 
-    Norms come before attention and networks, and after the last layer. An encoding that is added is added once, to the patches.
-    Patches under the padding are masked as keys, and encodings keep to each image's own grid: its tokens do not depend on what it
-    is batched with.
+    Norms come before attention and networks, and after the last layer. An additive encoding is added once, to the patches. Patches
+    under the padding are masked as keys, and encodings use each image's own grid, so an image's tokens do not depend on the rest of
+    its batch.
 
     Args:
         channels: C.
@@ -43,19 +43,19 @@ class VisionTransformer(nn.Module):
         num_heads: M.
         position: builder of the position encoding.
         patch_size: side of a patch in pixels, a power of 2.
-        num_tokens: tokens beside the patches: 1, the class token; 2, with a distillation token; or 0. Encodings pass them by;
-            beside a table each has a vector of its own.
+        num_tokens: number of tokens in addition to the patches: 1, the class token; 2, also a distillation token; or 0. Encodings
+            do not act on them; with a table, each of them has its own position vector.
         drop_path: rate of the last layer, as in :class:`cpvt_det.models.encoder.Encoder`.
-        stages: the one map, of stride 2 ** n; ``None``: whatever it is.
-        checkpointing: layers are computed again in the backward pass instead of kept.
+        stages: stage n of the one map, whose stride is 2 ** n, as in (n,); ``None``: not checked.
+        checkpointing: whether layers are recomputed in the backward pass instead of storing their activations.
         layers: options of a subclass's layers.
 
     Attributes:
-        num_tokens: tokens beside the patches.
+        num_tokens: number of tokens in addition to the patches.
 
     Raises:
-        ValueError: a patch size that is no power of 2, stages that it does not have, fewer than 0 or more than 2 tokens, or an
-            encoding of queries and keys that would be added to the patches, and so to values.
+        ValueError: a patch size that is not a power of 2, stages that do not exist, fewer than 0 or more than 2 tokens, or an
+            encoding for queries and keys that would be added to the patches, and thus to values.
 
     Source: arXiv 2012.12877, section 3; initial values from facebookresearch/deit.
     """
@@ -100,21 +100,21 @@ class VisionTransformer(nn.Module):
                 nn.init.trunc_normal_(tokens, std=INITIAL_STD)
 
     def _build(self, channels: int, num_layers: int, num_heads: int, checkpointing: bool) -> None:
-        """The stem and the layers; a subclass may have others."""
+        """Make the stem and the layers; a subclass may make different ones."""
         self.patch_embed = nn.Conv2d(3, channels, self.strides[0], stride=self.strides[0])
         layers = (num_layers, channels, num_heads, 4 * channels, 0.0, True, checkpointing, "gelu", self.norm_eps, self.drop_path)
         self.encoder = Encoder(*layers)
 
     def load_pretrained(self, weights: str, read: Callable[[str], Mapping[str, Tensor]]) -> None:
-        """Take the weights of a classifier or of another such backbone.
+        """Load the weights of a classifier or of a backbone of the same kind.
 
         Args:
-            weights: a file with the names of facebookresearch/deit or timm, or of a classifier of ours; its heads are left out.
-                So is, and logged, a table where this model has none; a PEG that the weights do not have keeps its initial values.
+            weights: a file with the names of facebookresearch/deit or timm, or of one of our classifiers. Its heads are ignored,
+                and so is a table if this model has none, which is logged. A PEG that is not in the file keeps its initial values.
             read: reader of a file's state dict.
 
         Raises:
-            WeightsError: no such file, weights of another network, or a table of another grid.
+            WeightsError: no such file, weights of a different network, or a table for a different grid.
         """
         load_vit(self, weights, read)
 
@@ -133,10 +133,10 @@ class VisionTransformer(nn.Module):
         return [patches.unflatten(1, (height, width)).permute(0, 3, 1, 2)]  # (B, H * W, C) -> (B, C, H, W)
 
     def tokens(self, images: Tensor, padding_mask: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
-        """The tokens after the last norm, for a classifier; arguments as of :meth:`forward`.
+        """The tokens after the last norm, for a classifier; arguments as in :meth:`forward`.
 
         Returns:
-            Class and distillation token (B, 1 or 2, C), or ``None``; patches (B, N, C), row by row; and their mask (B, N) bool,
+            Class and distillation tokens (B, 1 or 2, C), or ``None``; patches (B, N, C), row by row; and their mask (B, N) bool,
             True = padded.
         """
         below, right = (-side % self.strides[0] for side in images.shape[2:])
@@ -155,15 +155,15 @@ class VisionTransformer(nn.Module):
         return encoded[:, :count] if count else None, encoded[:, count:], mask.flatten(1)
 
     def _embed(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The patches (B, C, H, W), and what else the layers need."""
+        """The patches (B, C, H, W), and any further state that the layers need."""
         return self.patch_embed(images), None
 
     def _encode(self, tokens: Tensor, state: Tensor | None, padding_mask: Tensor | None, position: "BesideTokens") -> Tensor:
         return self.encoder(tokens, None, padding_mask, position.level_shapes, position)
 
     def layers_above(self, name: str) -> int:
-        """How many layers come after a parameter: 0 for the last norm, 1 for the last layer, one more than layers for the stem,
-        and for encodings whose tensors are of all layers (``relative``, ``rope_mixed``)."""
+        """How many layers come after a parameter: 0 for the last norm, and 1 for the last layer. The stem, and encodings whose
+        tensors serve all layers (``relative``, ``rope_mixed``), have one more than the number of layers."""
         total, parts = len(self.encoder.layers), name.split(".")
         if parts[:2] in (["encoder", "layers"], ["position", "pegs"]) and parts[2].isdecimal():
             return total - int(parts[2])
@@ -171,7 +171,7 @@ class VisionTransformer(nn.Module):
 
 
 class BesideTokens:
-    """A position encoding that acts on the patches of a sequence; the tokens before them pass by.
+    """A position encoding that acts on the patches of a sequence; the tokens before them are unchanged.
 
     Args:
         position: the encoding.
@@ -208,7 +208,7 @@ class BesideTokens:
     def place(
         self, queries: Tensor, keys: Tensor, padding_mask: Tensor | None, level_shapes: Sequence[Size], layer: int
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """As :meth:`PositionEncoding.place`; the bias is 0 in the rows and columns of the tokens before the patches."""
+        """As :meth:`PositionEncoding.place`; the bias is 0 in rows and columns of the tokens before the patches."""
         count = self._count
         patches = (x[:, :, count:] for x in (queries, keys))
         *turned, bias = self._position.place(*patches, self._mask, level_shapes, layer)
@@ -234,20 +234,20 @@ def vision_transformer(
     """A DeiT or a CPVT, ``MODEL.BACKBONE.NAME: deit_tiny`` and so on.
 
     Args:
-        family: ``deit``, whose own encoding is a table, or ``cpvt``, of which it is one PEG after the first layer.
+        family: ``deit``, whose own encoding is a table, or ``cpvt``, whose own encoding is one PEG after the first layer.
         size: key of ``SIZES``.
-        position: builder of another encoding.
-        embed_dim: other channels; 0: those of the name.
-        depth: another number of layers; 0: 12.
-        num_heads: other attention heads; 0: those of the name.
+        position: builder of an encoding that replaces the family's own.
+        embed_dim: number of channels; 0: that of the named model.
+        depth: number of layers; 0: 12.
+        num_heads: number of attention heads; 0: that of the named model.
         patch_size: side of a patch in pixels, a power of 2, and stride of the one map.
-        num_tokens: tokens beside the patches: 1, the class token; 2, distillation too; 0, none.
-        drop_path: probability that an image skips a part of the last layer; 0 in the first.
+        num_tokens: number of tokens in addition to the patches: 1, the class token; 2, also a distillation token; 0, none.
+        drop_path: probability that an image skips a part of the last layer; it rises from 0 in the first layer.
         stages, checkpointing: as in :class:`VisionTransformer`.
 
     Raises:
-        UnknownNameError: another family or size.
-        ValueError: as :class:`VisionTransformer`.
+        UnknownNameError: an unknown family or size.
+        ValueError: as in :class:`VisionTransformer`.
     """
     for kind, name, known in (("family of vision transformers", family, POSITIONS), ("size of one", size, SIZES)):
         if name not in known:
@@ -260,7 +260,7 @@ def vision_transformer(
 
 
 OWN_POSITIONS: dict[str, str] = {}
-"""Name of a vision transformer -> the encoding that it has by itself."""
+"""Name of a vision transformer -> its own position encoding."""
 for _family, _position in POSITIONS.items():
     for _size in SIZES:
         BACKBONE_REGISTRY.register_as(f"{_family}_{_size}")(partial(vision_transformer, _family, _size))
@@ -268,7 +268,7 @@ for _family, _position in POSITIONS.items():
 
 
 def _initialise(module: nn.Module) -> None:
-    """DeiT's values: truncated normals, cut at -2 and 2, and biases of 0; of norms and convolutions torch's."""
+    """DeiT's initial values: truncated normals, cut at -2 and 2, and biases of 0. Norms and convolutions keep torch's values."""
     if isinstance(module, Attention):
         nn.init.trunc_normal_(module.in_proj_weight, std=INITIAL_STD)
     elif isinstance(module, nn.Linear):

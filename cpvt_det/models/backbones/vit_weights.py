@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of DeiT and of our classifiers -> those of a :class:`VisionTransformer`, by name."""
+"""Load weights of DeiT and of our classifiers into a :class:`VisionTransformer`, by renaming tensors."""
 
 import logging
 import math
@@ -16,7 +16,7 @@ from cpvt_det.models.backbones.contract import load_all
 logger = logging.getLogger("cpvt_det")
 TABLE = re.compile(r"^position\.(additive\.)?table$")
 DEIT = r"^blocks\.0\.attn\.qkv\.weight$"
-"""A name that weights of facebookresearch/deit and timm have, and ours do not."""
+"""Pattern of a tensor name that occurs in weights of facebookresearch/deit and timm, but not in ours."""
 _DEIT_NAMES = (
     (r"^patch_embed\.proj\.", "patch_embed."),
     (r"^blocks\.", "encoder.layers."),
@@ -28,14 +28,14 @@ _DEIT_NAMES = (
 
 
 def convert_deit(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights of DeiT, distilled or not -> those of a classifier of ours, under ``backbone.``, ``class_embed.`` and
+    """Convert weights of DeiT, distilled or not, to those of one of our classifiers, under ``backbone.``, ``class_embed.`` and
     ``distilled_embed.``.
 
     Args:
-        state_dict: tensors with the names of facebookresearch/deit, which are timm's.
+        state_dict: tensors with the names of facebookresearch/deit, which timm also uses.
 
     Raises:
-        WeightsError: a table that is not square, or no DeiT's names.
+        WeightsError: a table that is not square, or names that are not DeiT's.
     """
     others = dict(state_dict)
     try:
@@ -47,10 +47,10 @@ def convert_deit(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def split_table(special: Tensor, rows: Tensor) -> dict[str, Tensor]:
-    """Class tokens (T, C) and a table (T + H * W, C), of a square grid, under our names.
+    """Class tokens (T, C) and a table (T + H * W, C) for a square grid, under our names.
 
     Raises:
-        WeightsError: a table of another grid.
+        WeightsError: a table whose grid is not square.
     """
     side = math.isqrt(len(rows) - len(special))
     if side * side != len(rows) - len(special):
@@ -67,7 +67,7 @@ def split_table(special: Tensor, rows: Tensor) -> dict[str, Tensor]:
 
 
 def rename(name: str, renames: Sequence[tuple[str, str]]) -> str:
-    """Our name of a tensor: (pattern, replacement) pairs one after the other, then heads, and the rest in the backbone."""
+    """Our name of a tensor: apply (pattern, replacement) pairs in order, then rename heads; the rest belongs to the backbone."""
     for pattern, replacement in renames:
         name = re.sub(pattern, replacement, name)
     for theirs, ours in (("head.", "class_embed."), ("head_dist.", "distilled_embed.")):
@@ -83,17 +83,17 @@ def load_vit(
     convert: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = convert_deit,
     marker: str = DEIT,
 ) -> None:
-    """Load a file into a backbone, as :meth:`VisionTransformer.load_pretrained` says.
+    """Load a file into a backbone, as described in :meth:`VisionTransformer.load_pretrained`.
 
     Args:
         backbone: a vision transformer.
         weights: path of the file.
         read: reader of a file's state dict.
-        convert: function from names of others to ours.
-        marker: pattern of a name that only those of others have.
+        convert: function that renames weights of other projects to our names.
+        marker: pattern of a tensor name that occurs only in weights of other projects.
 
     Raises:
-        WeightsError: no such file, weights of another network, or a table of another grid.
+        WeightsError: no such file, weights of a different network, or a table for a different grid.
     """
     if not Path(weights).expanduser().is_file():
         raise WeightsError(f"MODEL.BACKBONE.WEIGHTS of a vision transformer is a file of weights, got {weights!r}")

@@ -31,7 +31,7 @@ ANSWERS, CONFUSION = "classes.json", "confusion.csv"
 
 @TASK_REGISTRY.register_as("classification")
 class ClassificationTask(Task):
-    """Records of one class each; cross-entropy; accuracies."""
+    """Image classification: records with one class each, a cross-entropy loss, accuracies."""
 
     main_figure = "classes/top1"
     figures = ("top1", "top1_class_mean", "top5")
@@ -42,7 +42,7 @@ class ClassificationTask(Task):
         self._classes = None  # of the training sets, once they are loaded
 
     def check_data(self, decode: bool = False, examples: float = EXAMPLES) -> CheckedData:
-        """Training and test sets with their faults, as :func:`cpvt_det.builders.check_class_datasets`."""
+        """Training and test sets with their faults, as from :func:`cpvt_det.builders.check_class_datasets`."""
         return builders.check_class_datasets(self.cfg, decode=decode, examples=examples)
 
     def load_splits(self) -> tuple[list[CocoDataset], list[CocoDataset]]:
@@ -56,7 +56,7 @@ class ClassificationTask(Task):
         return builders.load_class_tests(self.cfg)
 
     def training_records(self, datasets: list[CocoDataset]) -> Records:
-        """Images to train on: all."""
+        """Images to train on, which are all of them."""
         return join([dataset.records for dataset in datasets])
 
     def build_train_loader(self, records: Records, seed: int) -> "SampleLoader":
@@ -68,7 +68,7 @@ class ClassificationTask(Task):
         return builders.build_class_test_loader(self.cfg, dataset.records)
 
     def set_test_size(self, size: int) -> None:
-        """Crop test images to this side, out of a short side in proportion."""
+        """Crop test images to this side, from a resized image whose short side changes in proportion."""
         self.cfg.INPUT.CLASSIFY.TEST_SIZE = size
 
     def build_training_model(self, detector: "nn.Module") -> "ClassTrainingModel":
@@ -86,7 +86,7 @@ class ClassificationTask(Task):
         return evaluator
 
     def baseline(self, records: Records, dataset: CocoDataset) -> dict[str, float]:
-        """Top-1 of an answer that is the same for every image: the scores are the classes' shares of the training images."""
+        """Top-1 of a constant prediction, whose scores are the classes' shares of the training images."""
         import torch
 
         from cpvt_det.evaluation.top_k import ClassEvaluator

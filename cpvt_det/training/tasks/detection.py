@@ -35,7 +35,7 @@ DETECTIONS = "coco_instances_results.json"
 
 @TASK_REGISTRY.register_as("detection")
 class DetectionTask(Task):
-    """Records with boxes; a set loss; COCO's figures."""
+    """Object detection: records with boxes, a set loss, COCO's figures."""
 
     main_figure = "bbox/AP"
     figures = ("AP", "AP50", "AP75", "APs", "APm", "APl")
@@ -82,7 +82,7 @@ class DetectionTask(Task):
         from cpvt_det.evaluation.matches import COUNTED
 
         evaluator = builders.build_evaluator(self.cfg, dataset)
-        if self.cfg.TEST.REPORT:  # else nobody asks for it once it has given its figures
+        if self.cfg.TEST.REPORT:  # otherwise it is not needed after its figures
             self.evaluators[dataset.name] = evaluator
         if evaluator.max_detections is None:
             logger.info(
@@ -114,12 +114,12 @@ class DetectionTask(Task):
 
     @property
     def mapper(self) -> "Mapper":
-        """What makes the test size of an image, or of a tile."""
+        """The transform that resizes an image, or a tile, to the test size."""
         return builders.build_test_mapper(self.cfg)
 
     @cached_property
     def tiling(self) -> "Tiling | None":
-        """How images are cut into tiles, if they are."""
+        """The rule for cutting images into tiles, if they are cut."""
         return builders.build_tiling(self.cfg)
 
     def infer(self, detector: "nn.Module", samples: "Sequence[Sample]") -> "list[Detections]":
@@ -158,7 +158,7 @@ class DetectionTask(Task):
             _warn_of_low(matches.scores.tolist(), test.PICTURE_THRESHOLD, f"on {dataset.name}")
 
     def _draw_pictures(self, detector: "nn.Module", dataset: CocoDataset, path: Path) -> None:
-        """Draw detections over ``TEST.PICTURES`` images, spread over the data set, beside their ground truth."""
+        """Draw detections on ``TEST.PICTURES`` images, spread over the data set, next to their ground truth."""
         from cpvt_det.data.images import read_image
         from cpvt_det.evaluation.answers import evaluation_mode
         from cpvt_det.visualize.pictures import Compared, save_comparisons
@@ -193,23 +193,23 @@ def _warn_of_low(scores: Sequence[float], threshold: float, where: str) -> None:
 def constant_detections(records: Records, most: int = 100) -> "Detections":
     """One box for each class: the mean of its training boxes, in shares of the sides of their images.
 
-    What a model must beat to have learned more than where objects usually are.
+    A model must beat this baseline to have learned more than where objects usually are.
 
-    The mean is taken of each corner coordinate, and so of centres, widths and heights too. The score of a class is the share of
-    training images that contain it; the score decides only between classes, as all boxes of a class are equal.
+    The mean is taken for each corner coordinate, and therefore also for centres, widths and heights. The score of a class is the
+    share of training images that contain it. The score only ranks classes, because all boxes of a class are equal.
 
     Args:
         records: images to train on.
         most: largest number of detections; the most frequent classes are kept.
 
     Returns:
-        Boxes (k, 4) float32 in [0, 1] of any image, scores (k,) float32, labels (k,) int64; best first. Of k classes with boxes.
+        For k classes with boxes, best first: boxes (k, 4) float32 in [0, 1] of any image, scores (k,) float32, labels (k,) int64.
     """
     import torch
 
     from cpvt_det.structures import Detections
 
-    totals = np.zeros((0, 6))  # of each class: images, boxes, corners
+    totals = np.zeros((0, 6))  # for each class: images, boxes, sums of corners
     for block in records.blocks():
         totals = _add(totals, _totals(block))
     images = totals[:, 0]
@@ -223,11 +223,11 @@ def constant_detections(records: Records, most: int = 100) -> "Detections":
 
 
 def _totals(block: Records) -> np.ndarray:
-    """(k, 6): of each class up to the last that is there, the number of images with it, that of its boxes, and their sum."""
+    """(k, 6): for each class up to the last one present, the number of images with it, the number of its boxes, and their sum."""
     image_of, boxes, labels = block.boxes_to_learn()
     boxes = boxes / block.sizes[:, [1, 0, 1, 0]][image_of]
     number = labels.max(initial=-1) + 1
-    classes = np.unique(image_of * number + labels) % max(1, number)  # of each image once
+    classes = np.unique(image_of * number + labels) % max(1, number)  # each class once per image
     columns = [np.bincount(classes, minlength=number), np.bincount(labels, minlength=number)]
     return np.stack([*columns, *(np.bincount(labels, column, number) for column in boxes.T)], axis=1).astype(np.float64)
 

@@ -25,28 +25,28 @@ if TYPE_CHECKING:
     from cpvt_det.evaluation.evaluator import Evaluator
 
 TASK_REGISTRY = PartRegistry("TASK", "task")
-"""``TASK`` of a config -> a :class:`Task`, called with ``cfg``; further keywords are options, keys of ``TASK_OPTIONS``."""
+"""``TASK`` of a config -> a subclass of :class:`Task`, called with ``cfg`` and its options, the keys of ``TASK_OPTIONS``."""
 Results = dict[str, Any]
-"""Figures by group, ``{"bbox": {"AP": ...}}``; of several test sets, these by the name of the set."""
+"""Figures by group, ``{"bbox": {"AP": ...}}``; for several test sets, a dict of these by the name of the set."""
 
 
 class Task(ABC):
-    """What a run reads, feeds, compares, measures and shows.
+    """The parts of a run that depend on its task: data, model, baseline, figures and pictures.
 
-    Both runners, ``check-data``, ``show data``, studies and the checkpoints of a run ask it.
+    Both runners, ``check-data``, ``show data``, studies and the checkpoints of a run use it.
 
-    What computes imports torch when it is called: ``cpvt-det check-data`` asks the task too, but does not need torch.
+    Methods that compute import torch when they are called, because ``cpvt-det check-data`` uses the task without torch.
 
     Args:
         cfg: config of the run. ``load_splits`` and ``load_tests`` set its ``MODEL.NUM_CLASSES``; call one of them first.
 
     Attributes:
-        main_figure: name in the metrics of the figure that decides which checkpoint is the best, higher is better: ``group/name``,
-            as :func:`flatten` makes it of the results. Curves and comparisons draw the first two names of every group, in
-            alphabetical order: the main figure comes first.
-        figures: names in the group of ``main_figure`` of the figures that a study records, the main one first.
-        constant: what the answer of :meth:`baseline` is, for the log.
-        evaluators: those of the last evaluation that :meth:`show_results` needs, by the name of the test set.
+        main_figure: name of the figure that decides which checkpoint is the best (higher is better), as ``group/name`` from
+            :func:`flatten`. Curves and comparisons draw the first two names of every group in alphabetical order; the main figure
+            must come first.
+        figures: names, within the group of ``main_figure``, of the figures that a study records; the main one first.
+        constant: description of the prediction that :meth:`baseline` measures, for the log.
+        evaluators: evaluators of the last evaluation that :meth:`show_results` needs, by the name of the test set.
     """
 
     main_figure: str
@@ -62,8 +62,8 @@ class Task(ABC):
         """Training and test sets with their faults, whatever ``DATASETS.ON_BAD`` is.
 
         Args:
-            decode: read every image.
-            examples: largest number of faults of a kind that are kept.
+            decode: whether to read every image.
+            examples: largest number of faults to keep of each kind.
         """
 
     @abstractmethod
@@ -72,14 +72,14 @@ class Task(ABC):
 
     @abstractmethod
     def load_tests(self) -> list[CocoDataset]:
-        """Test sets alone."""
+        """Only the test sets."""
 
     @abstractmethod
     def training_records(self, datasets: list[CocoDataset]) -> Records:
         """Images to train on."""
 
     def describe(self, records: Records) -> dict[str, Any]:
-        """What a checkpoint keeps of the training data."""
+        """Facts about the training data that a checkpoint stores."""
         return describe_records(records)
 
     @abstractmethod
@@ -100,15 +100,15 @@ class Task(ABC):
 
     @abstractmethod
     def build_training_model(self, detector: "nn.Module") -> "nn.Module":
-        """A module with ``detector``, called with samples, that returns :class:`cpvt_det.losses.Losses`; its
-        ``normalizers(samples)`` is what it is also called with where the samples are a part of a step."""
+        """A module with an attribute ``detector`` that is called with samples and returns :class:`cpvt_det.losses.Losses`. If the
+        samples are only a part of a step, it is also given the result of its ``normalizers`` for all samples of the step."""
 
     @abstractmethod
     def build_evaluator(self, dataset: CocoDataset) -> "Evaluator":
-        """The evaluator of a test set; the first key of what it returns is the group of ``main_figure``."""
+        """The evaluator of a test set; the first key of its results is the group of ``main_figure``."""
 
     def baseline(self, records: Records, dataset: CocoDataset) -> dict[str, float]:
-        """Figures of an answer that is the same for every image of a test set, by name, as in the metrics: a run below is warned.
+        """Figures of a constant prediction on a test set, by name as in the metrics; a run with lower figures gets a warning.
 
         Args:
             records: images to train on.
@@ -118,7 +118,7 @@ class Task(ABC):
 
     @abstractmethod
     def infer(self, detector: "nn.Module", samples: "Sequence[Sample]") -> Sequence[Any]:
-        """What the evaluator's ``add`` takes beside the image's id, for each sample of a batch."""
+        """The prediction for each sample of a batch, which the evaluator's ``add`` takes together with the image's id."""
 
     @abstractmethod
     def format_results(self, results: Results) -> str:
@@ -126,16 +126,16 @@ class Task(ABC):
 
     @abstractmethod
     def write_outputs(self, evaluator: "Evaluator", folder: Path) -> None:
-        """Write the answers to a test set."""
+        """Write the predictions for a test set."""
 
     @abstractmethod
     def show_results(self, detector: "nn.Module", datasets: Sequence[CocoDataset], results: Results, output: Path) -> None:
-        """Write what there is to look at after the last evaluation: pictures, and with ``TEST.REPORT`` the report.
+        """Write the pictures of the last evaluation, and with ``TEST.REPORT`` its report.
 
         Args:
             detector: the evaluated model.
             datasets: the test sets.
-            results: what the evaluation returned.
+            results: results of the evaluation.
             output: ``OUTPUT_DIR``.
         """
 
@@ -150,7 +150,7 @@ def build_task(cfg: CfgNode) -> Task:
 
 
 def flatten(results: Results) -> dict[str, float]:
-    """Results as scalars by their path: ``bbox/AP``, or ``<data set>/bbox/AP`` where there are several sets."""
+    """Results as scalars by their path: ``bbox/AP``, or ``<data set>/bbox/AP`` if there are several sets."""
     scalars: dict[str, float] = {}
     for name, value in results.items():
         parts = flatten(value) if isinstance(value, dict) else {"": value}
@@ -159,10 +159,10 @@ def flatten(results: Results) -> dict[str, float]:
 
 
 def main_value(task: Task | type[Task], results: Results) -> float:
-    """The main figure of the first test set; NaN where there is no ground truth for it.
+    """The main figure of the first test set; NaN if there is no ground truth for it.
 
     Raises:
-        KeyError: results without it; the best checkpoint could not be chosen.
+        KeyError: results without the main figure, from which no best checkpoint could be chosen.
     """
     try:
         return figure_of(task.main_figure, results)
@@ -172,10 +172,10 @@ def main_value(task: Task | type[Task], results: Results) -> float:
 
 
 def figure_of(figure: str, results: Results) -> float:
-    """A figure by its name in the metrics, or by the end of that: ``AP50`` is ``bbox/AP50``, of the first test set.
+    """A figure of the first test set by its name in the metrics or the end of that name: ``AP50`` means ``bbox/AP50``.
 
     Raises:
-        UnknownNameError: results without it.
+        UnknownNameError: results without this figure.
     """
     scalars = flatten(results)
     for name, value in scalars.items():
@@ -185,7 +185,7 @@ def figure_of(figure: str, results: Results) -> float:
 
 
 def require_figure(figure: str, task: Task, datasets: Sequence[Any]) -> None:
-    """Refuse a figure that evaluations will not have: those of no answers at all have the same names.
+    """Refuse a figure that evaluations will not have, by evaluating without predictions, which gives the same names.
 
     Raises:
         UnknownNameError: a name that no evaluation has.
@@ -197,5 +197,5 @@ def require_figure(figure: str, task: Task, datasets: Sequence[Any]) -> None:
 
 
 def place_of(dataset: Any, datasets: Sequence[Any], folder: Path) -> Path:
-    """Where the files of one of the test sets go: ``folder``, or where there are several its part of that name."""
+    """The folder for the files of one test set: ``folder`` itself, or its subfolder of the set's name if there are several sets."""
     return folder if len(datasets) == 1 else folder / dataset.name
