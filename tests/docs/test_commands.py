@@ -40,6 +40,7 @@ ELSEWHERE = {
     r"cpvt-det (predict dino_r50|train .* --start) ": "public weights: tests/checkpoint/test_starts.py, test_tuning.py",
     r"PYTHONPATH=tests python -m plug_matrix .*--peer": "other projects' checkouts: tests/plug/test_plug_families.py",
     r"python benchmarks/detectron2_cpvt.py ": "detectron2's own script: tests/benchmarks/test_detectron2_cpvt.py",
+    r"python benchmarks/(films|exported_speed).py CHECKPOINT ": "a checkpoint: tests/benchmarks/test_films_speed.py, tests/export",
     r"python benchmarks/before_after.py ": "another checkout: tests/benchmarks/test_before_after.py",
     r"(DETECTRON2_DATASETS=DIR )?python -m studies run ": "hours of training: tests/studies/test_study.py",
     r"cpvt-det train --import my_parts ": "tests/docs/test_extend.py",

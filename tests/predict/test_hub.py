@@ -147,7 +147,7 @@ def test_the_card_is_written_from_the_run(hub, tiny_run):
     }
     assert model["results"][0]["dataset"]["name"] == "drawn"
     assert f"| bbox/AP50     | {last['bbox/AP50']:.1f}" in card and "| bbox/AP-red" in card and "bbox/APl" not in card
-    assert "On drawn, after iteration 2, in percent:" in card and "On 5 images of drawn, by `config.yaml`" in card
+    assert "On drawn, after iteration 2, in percent:" in card and "On 5 images of drawn, with `config.yaml`" in card
     assert "3 classes: red, green, blue." in card and 'Predictor.from_pretrained("me/shapes")' in card
     assert "![Detections beside the ground truth](detections.png)" in card
     assert hub.repos["me/shapes"]["detections.png"] == (trained.folder / "pictures/detections.png").read_bytes()

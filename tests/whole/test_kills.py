@@ -16,4 +16,4 @@ def test_the_document_has_the_record_of_many_kills():
     found = records.read("kills")
     assert (found["lost"], found["outdated"], found["damaged"]) == (0, 0, 0)
     text = " ".join(DOCUMENT.read_text(encoding="utf-8").split())
-    assert f"of {found['kills']} kills {found['during_a_save']} fell into the middle of a save" in text
+    assert f"Of {found['kills']} kills, {found['during_a_save']} came in the middle of a save" in text

@@ -23,5 +23,5 @@ def test_memory_and_open_files_stay_flat():
 def test_the_document_has_the_record_of_a_longer_run():
     found = records.read("long_run")
     text = " ".join(DOCUMENT.read_text(encoding="utf-8").split())
-    memory = f"{found['last_memory']:.0f} MB of memory against {found['first_memory']:.0f}"
-    assert f"{memory} and {found['last_files']:.0f} open files against {found['first_files']:.0f}" in text
+    last = f"{found['last_memory']:.0f} MB of memory and {found['last_files']:.0f} open files in its last tenth"
+    assert f"{last}, against {found['first_memory']:.0f} and {found['first_files']:.0f} in its first" in text
