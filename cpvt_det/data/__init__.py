@@ -9,19 +9,20 @@ if TYPE_CHECKING:
 
 
 def read_folder(path: str | os.PathLike[str], data_format: str = "", new_split: bool = False) -> "list[CocoDataset]":
-    """The data sets that ``cpvt-det train FOLDER`` would use: to train on, to validate on and, where there is one, to test on.
+    """The data sets that ``cpvt-det train FOLDER`` would use, for training, for validation and, if there is one, for testing.
 
     Args:
         path: folder of images and annotations: COCO JSON, YOLO, Pascal VOC, CVAT's XML, or a registered format.
-        data_format: format to read where there are several.
-        new_split: draw a split, whatever the folder has.
+        data_format: format to read if there are several.
+        new_split: whether to draw a split even if the folder has one.
 
     Returns:
-        Data sets, each with ``name``, ``classes.names``, and ``records``, an image each, with ``file_name``, ``labels``, (G,) int64
-        indices into the names, and ``boxes_xyxy``, (G, 4) float32 in pixels. What was corrected is in ``issues.infos``.
+        Data sets, each with ``name``, ``classes.names`` and ``records``. Each record is one image, with its ``file_name``,
+        ``labels``, (G,) int64 indices into the names, and ``boxes_xyxy``, (G, 4) float32 in pixels. ``issues.infos`` lists all
+        corrections.
 
     Raises:
-        DataError: a folder without data sets, and images and boxes with faults.
+        DataError: a folder without data sets, or images or boxes with faults.
     """
     import tempfile
     from pathlib import Path

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Entries of COCO's ``images`` and ``annotations`` -> a table, each entry checked by ``data/validation/rules.py``.
 
-Nearly all boxes are plain: with nothing to report but, maybe, that area or iscrowd is missing. They are recognised in one
-expression, and only their numbers are kept; every rule is asked of the others alone.
+Nearly all boxes are plain: there is nothing to report about them, except perhaps a missing area or iscrowd. One expression
+recognises them, and only their numbers are stored. The full rules are applied to the other boxes alone.
 """
 
 import struct
@@ -32,7 +32,7 @@ FACTOR = 0x9E3779B97F4A7C15  # odd, and its bits are mixed: 2^64 over the golden
 ROW = np.dtype(
     [("number", "i8"), ("image", "i4"), ("category", "i8"), ("flags", "i1"), ("id", "i8"), ("xywh", "f8", 4), ("area", "f8")]
 )
-"""A box that was taken: its position in the file, the index of its image, the id of its category, ``CROWD`` or the like, its id."""
+"""A box that was taken: its position in the file, the index of its image, the id of its category, its flags, its id."""
 PACKED = struct.Struct("=qiqbq5d")
 CROWD, NO_AREA, NO_CROWD, NO_ID = 1, 2, 4, 8  # flags of a box
 FILLED = "annotations without area or iscrowd, filled in"
@@ -40,13 +40,13 @@ TWICE = "boxes that an image has twice, of one class, left out"
 
 
 class Entries:
-    """What counts of the sections of a COCO JSON; the annotations are read a second time where they come before the images.
+    """The valid entries of a COCO JSON's sections; annotations are read a second time if they come before the images.
 
-    Images that share an id are left out: its boxes could belong to any of them.
+    Images that share an id are left out, because its boxes could belong to any of them.
 
     Args:
-        read: names of sections -> section and entry of all their entries.
-        issues: place for what is found.
+        read: function of section names that returns all entries of these sections, each as a pair of section name and entry.
+        issues: collection to which all issues found are added.
 
     Attributes:
         categories: all entries of ``categories``.
@@ -88,7 +88,7 @@ class Entries:
 
     @cached_property
     def kept(self) -> list[tuple[Id, str, int, int]]:
-        """Id, file name, height and width of each image that counts; all entries have been added."""
+        """Id, file name, height and width of each valid image; complete only after all images have been added."""
         good = self._good
         for at, heading in enumerate(("image ids that are not unique", "images that are listed more than once")):
             if len({image[at] for image in good}) < len(good):
@@ -137,7 +137,7 @@ class Entries:
         self._number += 1
 
     def table(self, label_of: dict[Id, int]) -> Table:
-        """All images and boxes that count.
+        """All valid images and boxes.
 
         Args:
             label_of: label of each category id.
@@ -147,7 +147,7 @@ class Entries:
         rows = np.flatnonzero(is_good)
         rows = self._without_copies(rows[np.lexsort((taken["number"][rows], taken["image"][rows]))], taken)
         boxes, images = np.empty(len(rows), BOX), np.zeros(len(self.kept), IMAGE)
-        for side in range(4):  # one after the other takes less memory
+        for side in range(4):  # one side at a time takes less memory
             boxes["xywh"][:, side] = taken["xywh"][rows, side]
         boxes["area"], boxes["number"] = taken["area"][rows], taken["number"][rows]
         boxes["label"] = _labels(taken["category"][rows], label_of)[1]
@@ -181,7 +181,7 @@ class Entries:
         return np.delete(rows, copies)
 
     def _shares_id(self, taken: np.ndarray) -> np.ndarray:
-        """(n,) bool: whether another annotation has the id of a plain one."""
+        """(n,) bool: whether a plain annotation shares its id with another annotation."""
         others = [entry.get("id") for _, entry in self._others if type(entry) is dict]
         others = [one for one in others if type(one) is int and -LARGEST_ID <= one <= LARGEST_ID]
         has_id = taken["flags"] & NO_ID == 0
@@ -190,17 +190,17 @@ class Entries:
         return has_id & np.isin(taken["id"], several)
 
     def _ask_rules(self, label_of: dict[Id, int]) -> np.ndarray:
-        """Ask every rule of the annotations that are not plain, in the order of the file, and take those that count.
+        """Apply all rules to the annotations that are not plain, in the order of the file, and take the valid ones.
 
         Returns:
-            (n,) bool, the rows of what was taken that count.
+            (n,) bool: whether a row that was taken is valid.
         """
         taken = np.frombuffer(self._taken, ROW)
         is_plain = _labels(taken["category"], label_of)[0] & ~self._shares_id(taken)
         filled = np.flatnonzero(is_plain & (taken["flags"] & (NO_AREA | NO_CROWD) > 0))
-        is_plain[filled[: self.issues.examples]] = False  # for the examples; the others are counted
+        is_plain[filled[: self.issues.examples]] = False  # these become examples; the others are only counted
         found = [*self._others, *self._entries(taken[~is_plain])]
-        del taken  # what has a view cannot grow
+        del taken  # a bytearray with a view cannot grow
         seen: set[int | str] = set()
         for number, entry in sorted(found, key=lambda one: one[0]):
             own = entry.get("id") if type(entry) is dict else None
@@ -249,7 +249,7 @@ class Entries:
 
 
 def _labels(category_ids: np.ndarray, label_of: dict[Id, int]) -> tuple[np.ndarray, np.ndarray]:
-    """(n,) bool: whether a category is known; (n,) int32: its label, 0 where it is not."""
+    """(n,) bool: whether a category is known; (n,) int32: its label, 0 if it is unknown."""
     if not len(label_of):
         return np.zeros(len(category_ids), bool), np.zeros(len(category_ids), np.int32)
     ids = np.array(sorted(label_of), dtype=np.int64)

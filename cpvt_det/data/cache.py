@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was read of a large data set, kept as a table that all processes of a machine share; and what was found in its images."""
+"""Cache of a large data set, as a table that all processes of a machine share; and of what was found in its images."""
 
 import contextlib
 import hashlib
@@ -27,25 +27,25 @@ from cpvt_det.errors import DataError
 from cpvt_det.files import atomic_file, fcntl, write_json
 
 logger = logging.getLogger("cpvt_det")
-SMALL = 2**22  # bytes; a smaller file is read in the time that it takes to say so
-FEW = 10_000  # files and folders; fewer are read in a second, as their headers are, if they are images
-TICK = 2.0  # seconds, the coarsest time of a file system: a file may change twice within it and keep its times
+SMALL = 2**22  # bytes; a smaller file is read too quickly for a cache to help
+FEW = 10_000  # files and folders; fewer are read in a second, and so are the headers of fewer images
+TICK = 2.0  # seconds, the coarsest time step of a file system: a file may change twice within it and keep its times
 
 
 def read_once(files: DatasetFiles, folder: Path, read: Callable[[DatasetFiles], Table]) -> Table:
-    """Read a data set, or map what an earlier run kept of it.
+    """Read a data set, or map the file in which an earlier run cached it.
 
-    The kept file is named by hashes of the source: of its path, of sizes and times of its files, and of the code that reads them.
-    It appears complete or not at all; of several processes one reads, and the others wait. Kept files of earlier states of the
-    source are removed, but for those that a process has mapped. A folder that cannot be written to costs only time.
+    The cached file is named by hashes of the source: of its path, of sizes and times of its files, and of the code that reads them.
+    It appears complete or not at all. If several processes start, one reads and the others wait. Cached files of earlier states of
+    the source are removed, except those that a process has mapped. A folder that cannot be written to costs only time.
 
     Args:
         files: files of the data set.
-        folder: place of the kept files; created if missing.
+        folder: folder of the cached files; created if missing.
         read: reader of the files.
 
     Returns:
-        What ``read`` returns; mapped from the kept file, if there is one.
+        The table that ``read`` returns, mapped from the cached file if there is one.
     """
     try:
         state = _state(files)
@@ -61,7 +61,7 @@ def read_once(files: DatasetFiles, folder: Path, read: Callable[[DatasetFiles], 
         with _only_maker(kept):
             with contextlib.suppress(FileNotFoundError, ValueError):  # not there, or damaged
                 return load_table(kept)
-            for unfinished in kept.parent.glob(f".{kept.name}.*.tmp"):  # of a maker that was killed
+            for unfinished in kept.parent.glob(f".{kept.name}.*.tmp"):  # of a process that was killed
                 unfinished.unlink()
             table = read(files)
             with atomic_file(kept) as file:
@@ -74,10 +74,10 @@ def read_once(files: DatasetFiles, folder: Path, read: Callable[[DatasetFiles], 
 
 
 def _state(files: DatasetFiles) -> str:
-    """A hash of names, sizes and times of the files, and of the code that reads them; empty where keeping gains nothing.
+    """A hash of names, sizes and times of the files, and of the code that reads them; empty if caching gains nothing.
 
     Raises:
-        DataError, OSError: files that are not there, as the reader will report.
+        DataError, OSError: missing files, which the reader will report.
     """
     data_format, code = find_format(files.annotations), hash_of_code()
     if data_format is None:
@@ -95,18 +95,18 @@ def _state(files: DatasetFiles) -> str:
 
 @contextlib.contextmanager
 def _only_maker(path: Path) -> Iterator[None]:
-    """Wait until no other process makes the file; the lock of one that is killed ends with it."""
+    """Wait until no other process is making the file; a process that is killed loses its lock."""
     if fcntl is None:
         yield
         return
     with path.with_suffix(".lock").open("w") as file:
-        with contextlib.suppress(OSError):  # a file system without locks: two makers write the same
+        with contextlib.suppress(OSError):  # a file system without locks: two processes write the same
             fcntl.lockf(file, fcntl.LOCK_EX)
         yield
 
 
 def _remove_earlier(kept: Path) -> None:
-    """Remove what is kept of earlier states of a source, unless a process has it mapped, which its lock shows."""
+    """Remove cached files of earlier states of a source, unless a lock shows that a process has them mapped."""
     for earlier in kept.parent.glob(f"{kept.name.partition('-')[0]}-*.columns") if fcntl else ():
         with contextlib.suppress(OSError), earlier.open("r+b") as file:
             if earlier != kept:
@@ -120,7 +120,7 @@ def _short(text: str) -> str:
 
 
 def _state_of(path: str | Path) -> list[int]:
-    """Size and time of a file or folder, and the time that no copy keeps; empty where nothing is there."""
+    """Size, modification time and change time, which no copy preserves, of a file or folder; empty if it is missing."""
     with contextlib.suppress(OSError, ValueError):
         found = os.stat(path)
         return [found.st_size, found.st_mtime_ns, found.st_ctime_ns]
@@ -129,10 +129,10 @@ def _state_of(path: str | Path) -> list[int]:
 
 @cache
 def hash_of_code(reader: str = "") -> str:
-    """A hash of all code that reads and checks data, and of the versions of what decodes images: a change may change what is kept.
+    """A hash of all code that reads and checks data, and of the versions of the image decoders; any change may affect the result.
 
     Args:
-        reader: module of a format of the user's.
+        reader: module of a user-defined format.
     """
     paths = [*sorted(Path(__file__).parent.rglob("*.py")), *([Path(reader)] if reader else [])]
     versions = f"{PIL.__version__} {metadata.version('torchvision')}".encode()
@@ -140,14 +140,14 @@ def hash_of_code(reader: str = "") -> str:
 
 
 class KeptLook:
-    """The result of looking at all image files of a data set.
+    """Cached result of looking at all image files of a data set.
 
-    It is valid as long as nothing is added to the folders of the images, removed or renamed, and images with faults do not change.
-    Another image that is overwritten in its place is noticed when it is read: its size is compared then.
+    It is valid as long as nothing in the image folders is added, removed or renamed, and images with faults do not change. Any
+    other image that is overwritten is noticed when it is read, because its size is compared then.
 
     Args:
         records: records of the data set.
-        folder: ``DATASETS.CACHE``; empty: nothing is kept.
+        folder: ``DATASETS.CACHE``; empty for no cache.
     """
 
     def __init__(self, records: Records, folder: str):
@@ -156,7 +156,7 @@ class KeptLook:
         self._path: Path | None = None
         self._states: dict[str, list[int]] = {}
         self._start = time.time_ns()
-        # files behind URLs have nothing that shows a change, but the index of tar files shows theirs
+        # files at URLs have nothing that shows a change, except that the index of tar files shows theirs
         if folder and len(records) >= FEW and (self._shards or not is_url(records.root)):
             self._path = Path(folder).expanduser() / f"{self._hash()}.images.json"
 
@@ -168,17 +168,17 @@ class KeptLook:
             kept = json.loads(self._path.read_text(encoding="utf-8"))
             if all(_state_of(path) == state for name in ("states", "faulty") for path, state in kept[name].items()):
                 return Looked(Issues.from_json(kept["issues"]), kept["left_out"])
-        self._states = self._states_of_folders()  # before somebody looks, so that no change in between is missed
+        self._states = self._states_of_folders()  # before the look, so that no change in between is missed
         return None
 
     def save(self, looked: Looked) -> None:
-        """Keep a result. A folder that cannot be written to costs only time."""
+        """Cache a result. A folder that cannot be written to costs only time."""
         if self._path is None or looked.may_pass:
             return
         places = np.flatnonzero(np.isin(self._records.image_ids, looked.faulty)).tolist()
         faulty = {path: _state_of(path) for path in map(self._records.path, places)}
         if any(state and max(state[1:]) >= self._start - TICK * 1e9 for state in faulty.values()):
-            return  # one may have changed since somebody looked
+            return  # one may have changed since the look
         kept = {"states": self._states, "faulty": faulty, "left_out": looked.faulty}
         try:
             write_json({**kept, "issues": looked.issues.to_json()}, self._path)

@@ -18,8 +18,8 @@ class DatasetFiles:
     Attributes:
         name: registered name of the data set.
         annotations: path of the COCO JSON, or of a folder or YAML file in another format.
-        image_root: folder that COCO's file names are relative to; tar files or a URL, as ``data/images.py`` says.
-        split: name of the split, for other formats than COCO.
+        image_root: folder, tar files or URL that COCO's file names are relative to, as described in ``data/images.py``.
+        split: name of the split, for formats other than COCO.
     """
 
     name: str

@@ -2,7 +2,7 @@
 """A record -> a sample for image classification: decode the image, crop and augment it.
 
 The augmentations are torchvision's. Their random numbers come from torch's state, which the loader sets from seed, epoch and image,
-so a resumed run repeats them; Mixup and CutMix, which mix images of a batch, are in ``solver/classify.py``.
+so a resumed run repeats them. Mixup and CutMix, which mix images of a batch, are in ``solver/classify.py``.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from cpvt_det.structures import Targets
 MAGNITUDES = 31
 """Magnitudes of RandAugment, from 0 to 30."""
 WHOLE = torch.tensor([[0.5, 0.5, 1.0, 1.0]])
-"""(1, 4) float, cxcywh, the box of an image that is one object."""
+"""(1, 4) float, cxcywh: the box that covers the whole image."""
 
 
 def crop_transform(
@@ -30,22 +30,22 @@ def crop_transform(
     erase: float = 0.0,
     erase_with: Sequence[float] = (0, 0, 0),
 ) -> v2.Transform:
-    """The augmentation of one image, in the order of DeiT's.
+    """The augmentation of one image, with its steps in the order of DeiT.
 
     Args:
         size: side of the crop in pixels.
-        scale: smallest and largest area of the window that is cropped, as a part of the image's.
+        scale: smallest and largest area of the crop window, as a fraction of the image's area.
         ratio: smallest and largest width of the window, as a multiple of its height.
         flip: whether half of the images are mirrored.
-        randaugment: number of operations and their magnitude, 0 to 30; empty: none.
+        randaugment: number of operations and their magnitude, 0 to 30; empty for no RandAugment.
         erase: probability that a rectangle is erased.
-        erase_with: three pixel values from 0 to 255 that erased pixels get.
+        erase_with: RGB colour of erased pixels, three values from 0 to 255.
 
     Raises:
         ValueError: a value out of its range.
 
     Source: arXiv 2012.12877, table 9. Torchvision's RandAugment (arXiv 1909.13719) is not timm's ``rand-m9-mstd0.5-inc1``: its
-    magnitude has no noise, and 27 of its 30 is as strong as 9 of timm's 10, posterizing apart.
+    magnitude has no noise. Apart from posterizing, magnitude 27 on its scale to 30 is as strong as 9 on timm's scale to 10.
     """
     _require(size >= 1, f"the side of crops must be at least 1 pixel, got {size}")
     _require(0 < scale[0] <= scale[1] <= 1, f"the scale of crops must be a range of parts of the area in (0, 1], got {scale}")
@@ -66,12 +66,12 @@ def crop_transform(
 
 
 def central_transform(size: int, crop_ratio: float) -> v2.Transform:
-    """The test size of an image: resized, then its centre.
+    """The transform of a test image: resize it, then crop its centre.
 
     Args:
         size: side of the crop in pixels.
-        crop_ratio: side of the crop as a part of the short side that is resized to; 0: no crop, the whole image at the short side
-            ``size``.
+        crop_ratio: side of the crop as a fraction of the resized short side; 0 for no crop: the whole image, with its short side
+            resized to ``size``.
 
     Raises:
         ValueError: a value out of its range.
@@ -83,10 +83,10 @@ def central_transform(size: int, crop_ratio: float) -> v2.Transform:
 
 
 class ClassMapper(Mapper):
-    """Makes samples whose targets are the label of the image, and the whole image as its box."""
+    """Makes samples whose targets are the label of the image and a box that covers the whole image."""
 
     def __call__(self, record: ImageRecord) -> Sample:
-        """Make the sample of one record, with torch's global random state.
+        """Make the sample of one record, using torch's global random state.
 
         Raises:
             DataError: an image that cannot be read.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """COCO JSON -> records of images with the boxes to learn, and the ground truth for evaluation.
 
-The start of the way of one image; ``data/mapper.py`` is next. Other formats are read by ``data/formats/``. Boxes that are left
-out of the records are also left out of the ground truth; ``data/validation/rules.py`` defines which ones.
+This is the start of the data pipeline; ``data/mapper.py`` comes next. Other formats are read by ``data/formats/``. Boxes that are
+left out of the records are also left out of the ground truth; ``data/validation/rules.py`` defines which ones.
 """
 
 import hashlib
@@ -61,7 +61,7 @@ class CocoDataset:
 
 
 def describe_records(records: Records) -> dict[str, Any]:
-    """The number of images that a run is trained on, and a hash of them in their order that does not depend on file paths."""
+    """The number of training images of a run, and a hash of these images in their order, which does not depend on file paths."""
     table, *others = (table for table, _ in records.parts)
     is_whole = len(records) == len(table.images) and not others
     return {"images": len(records), "sha256": (is_whole and table.about.get("sha256")) or _digest(records)}
@@ -97,9 +97,9 @@ def read_coco(files: DatasetFiles, examples: float = EXAMPLES, cache: Path | Non
 
     Args:
         files: files of the data set; for COCO JSON, the images are not opened.
-        examples: largest number of examples kept of each kind of issue.
-        cache: folder for what was read of large data sets, as in :func:`cpvt_det.data.cache.read_once`; ``None`` for none.
-            Another number of examples than the usual one is not kept.
+        examples: largest number of examples stored for each kind of issue.
+        cache: folder that caches large data sets, as in :func:`cpvt_det.data.cache.read_once`; ``None`` for none. Nothing is
+            cached if ``examples`` is not the default.
 
     Raises:
         DataError: a file that is missing or of unknown format.
@@ -107,7 +107,7 @@ def read_coco(files: DatasetFiles, examples: float = EXAMPLES, cache: Path | Non
 
     def read_all(files: DatasetFiles) -> Table:
         table = _read(files, examples)
-        table.about["sha256"] = _digest(Records([(table, Path())]))  # which takes as long as mapping the records many times
+        table.about["sha256"] = _digest(Records([(table, Path())]))  # takes as long as mapping the records many times
         return table
 
     with no_garbage_collection():
@@ -142,7 +142,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_categories(section: list, issues: Issues) -> list[dict]:
-    """Categories without faults, by rising id. A fault here is an error: it would make the boxes of the category meaningless."""
+    """Categories without faults, by ascending id. A fault here is an error, because it makes the category's boxes meaningless."""
     faults = ((number, category_fault(category)) for number, category in enumerate(section))
     faulty = {number: fault for number, fault in faults if fault}
     for number, (heading, detail) in faulty.items():
@@ -152,7 +152,7 @@ def _read_categories(section: list, issues: Issues) -> list[dict]:
         counts = Counter(str(category[key]) for category in good)
         for value in (value for value, count in counts.items() if count > 1):
             issues.add_error(heading, f"{key} {value}")
-    alike = defaultdict(list)  # names that differ in blanks, case or Unicode form alone
+    alike = defaultdict(list)  # names that differ only in blanks, case or Unicode form
     for name in (str(category["name"]) for category in good):
         alike["".join(unicodedata.normalize("NFKC", name).casefold().split())].append(name)
     for names in (names for names in alike.values() if len(set(names)) > 1):
@@ -168,7 +168,7 @@ def _read(files: DatasetFiles, examples: float) -> Table:
         found = Entries(partial(entries, files.annotations), issues)
         if not (found.categories and found.num_images):
             raise NotAStreamError("not COCO")
-    except (NotAStreamError, OSError):  # the whole is needed, if only to say what is wrong
+    except (NotAStreamError, OSError):  # the whole file is needed, if only to report what is wrong
         issues = Issues("", examples)
         content = read_json(files.annotations) if files.is_coco else read_foreign(files)
         for name in ("categories", "images"):
@@ -188,7 +188,7 @@ def _read(files: DatasetFiles, examples: float) -> Table:
 
 
 def _require_pixels(table: Table, issues: Issues) -> None:
-    """Refuse boxes given as parts of the image's sides, a frequent mistake: a single one could be a box smaller than a pixel."""
+    """Refuse data whose boxes all look like fractions of the image's sides, a frequent mistake; a single one may be a tiny box."""
     # an image that cannot be read counts as 1 x 1
     known = np.repeat(np.maximum(table.images["height"], table.images["width"]) > 1, table.images["count"])
     boxes = table.boxes["xywh"][known]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the samples of a batch cross from a data worker to the run: as one tensor.
+"""Passing the samples of a batch from a data worker to the run, as one tensor.
 
-torch would give each of their tensors a file in /dev/shm, which has 64 MB in a container, and a descriptor, of which a process may
-often have 1024.
+torch would give each of their tensors a file in /dev/shm, which has 64 MB in a container, and a file descriptor; a process is often
+limited to 1024 of these.
 """
 
 import io
@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 64
-"""Bytes, of which the place of each tensor is a multiple."""
+"""Alignment in bytes: each tensor begins at a multiple of it."""
 
 
 class Packed(NamedTuple):
-    """Samples in one piece.
+    """Samples packed into one tensor.
 
     Attributes:
-        content: (n,) uint8, the bytes of all tensors, then the pickled samples, with a place instead of each tensor.
+        content: (n,) uint8, the bytes of all tensors, then the pickled samples, in which a place stands for each tensor.
         size: number of bytes of the tensors.
     """
 
@@ -37,7 +37,7 @@ class Packed(NamedTuple):
 
 
 def pack(samples: list[Any]) -> Packed:
-    """Put samples into shared memory; their tensors are on the CPU, of any dtype and shape."""
+    """Put samples into shared memory; their tensors must be on the CPU, but may have any dtype and shape."""
     file = io.BytesIO()
     pickler = _Pickler(file)
     pickler.dump(samples)
@@ -52,17 +52,17 @@ def shared_memory(size: int) -> Tensor:
     """(size,) uint8, zeros, in memory that other processes share once the tensor is handed to them."""
     if not hasattr(os, "memfd_create"):
         return torch.zeros(size, dtype=torch.uint8).share_memory_()
-    file = os.memfd_create("cpvt_det")  # a file in memory, and not in /dev/shm: as large as memory is
+    file = os.memfd_create("cpvt_det")  # a file in memory, not in /dev/shm: only memory limits its size
     try:
         os.ftruncate(file, size)
-        storage = torch.UntypedStorage._new_shared_fd_cpu(file, size)  # as torch receives tensors; it keeps a descriptor
+        storage = torch.UntypedStorage._new_shared_fd_cpu(file, size)  # as torch receives tensors; it keeps its own descriptor
     finally:
         os.close(file)
     return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
 class _Pickler(pickle.Pickler):
-    """Leaves tensors out."""
+    """Pickles all but tensors, which it collects."""
 
     def __init__(self, file: io.BytesIO):
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
@@ -86,5 +86,5 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _view(content: Tensor, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """The tensor of a dtype and shape whose bytes begin at a place of ``content``."""
+    """The tensor of this dtype and shape whose bytes begin at ``start`` in ``content``."""
     return content[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)

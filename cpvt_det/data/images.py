@@ -2,12 +2,12 @@
 """Image files: where they are, their headers and their pixels.
 
 ``images/1.jpg`` is a file, ``shards/{000000..000011}.tar/1.jpg`` a member of one of twelve tar files, and ``https://host/images/1.jpg``
-is read by fsspec, as any other URL that it knows, tar files too.
+is read by fsspec, like any other URL that it knows. Tar files may be at URLs, too.
 
-All images become 8-bit RGB, turned as Pillow's ``ImageOps.exif_transpose`` turns them: by EXIF data, by those that
-ImageMagick writes into the text of a PNG, or by XMP; damaged EXIF data turn nothing. Of 16 bits the high byte is kept,
-transparency is dropped. Pixels without a fixed range (floats, 32-bit integers) are refused, and so are more pixels than
-Pillow's limit, which :data:`LIMIT` replaces.
+All images become 8-bit RGB. They are turned as Pillow's ``ImageOps.exif_transpose`` does it: by EXIF data, by the EXIF data that
+ImageMagick writes into the text of a PNG, or by XMP. Damaged EXIF data are ignored. 16-bit pixels are reduced to their high byte,
+and transparency is dropped. Pixels without a fixed range (floats, 32-bit integers) are refused, and so are images with more pixels
+than Pillow's limit, which :data:`LIMIT` replaces.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ JPEG, PNG = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"
 # The mark at the end of a complete file; padding may follow it.
 END_MARK = {JPEG: b"\xff\xd9", PNG: b"IEND"}
 FLIPS = {1: (), 2: (2,), 3: (1, 2), 4: (1,), 5: (), 6: (2,), 7: (1, 2), 8: (1,)}
-"""EXIF orientation -> flipped dimensions of (3, H, W); from 5 on, after height and width have changed places."""
+"""EXIF orientation -> flipped dimensions of (3, H, W); from 5 on, height and width are swapped before the flip."""
 SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
 NO_RANGE = ("I", "F")  # 32-bit integers, floats
 WIDTH, LENGTH, PHOTOMETRIC = 256, 257, 262  # tags of TIFF
@@ -47,12 +47,12 @@ CHUNKS_OF_ORIENTATION = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")  # of PNG
 LIMIT = "CPVT_DET_MAX_PIXELS"
 """Environment variable: largest number of pixels of an image, in place of Pillow's limit of 178,956,970."""
 SILENT = re.compile(r"(PIL|torchvision)\.")
-"""Modules whose warnings, such as of damaged EXIF data, say nothing that a reader of images has to know."""
+"""Modules whose warnings, such as those about damaged EXIF data, do not matter to code that reads images."""
 
 
 @contextlib.contextmanager
 def file_threads() -> Iterator[ThreadPoolExecutor]:
-    """Threads that read image files; more than there are cores, as they wait for the disk."""
+    """Threads that read image files; more threads than cores, because they wait for the disk."""
     _set_up_decoders()
     Image.init()  # fills Pillow's list of formats, which several threads would otherwise fill at the same time
     with ThreadPoolExecutor(16) as pool:
@@ -66,7 +66,7 @@ class ImageHeader:
     Attributes:
         width, height: size in pixels after turning.
         mode: Pillow's name for the pixel format, such as "RGB" or "I;16".
-        orientation: EXIF orientation, 1 to 8; 1 means not turned, from 5 on turning swaps width and height.
+        orientation: EXIF orientation, 1 to 8; 1 means not turned; from 5 on, turning swaps width and height.
         is_whole: whether the file contains the end mark of its format, or the format has none.
     """
 
@@ -78,7 +78,7 @@ class ImageHeader:
 
 
 def is_file(path: str) -> bool:
-    """Whether the path is that of a file on a disk or a mount, which may be missing."""
+    """Whether a path is on a disk or a mount, and not in tar files or at a URL; the file itself may be missing."""
     return not is_url(path) and not split_at_shards(path)[0]
 
 
@@ -87,14 +87,14 @@ def open_image(path: str) -> BinaryIO:
 
     Raises:
         MissingFileError: no such file.
-        UnreachableError: a file that is not there now, and may be later.
+        UnreachableError: a file that cannot be reached now but may be later.
         DataError: a file that cannot be read.
     """
     try:
         try:
             return open(path, "rb")
         except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EINVAL):  # the last two of URLs
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EINVAL):  # the last two for URLs
                 raise
             return _open_elsewhere(path)
     except DataError as error:
@@ -111,7 +111,7 @@ def open_image(path: str) -> BinaryIO:
 
 
 def _open_elsewhere(path: str) -> BinaryIO:
-    """Open what is no file of that name: a member of tar files, a URL, or a file of the same name in another Unicode form, where
+    """Open a path that is not a file as written: a member of tar files, a URL, or the path of a file in another Unicode form, where
     "é" is one character or two."""
     shards, name = split_at_shards(path)
     if shards:
@@ -126,7 +126,7 @@ def read_header(path: str, content: bytes | None = None) -> ImageHeader:
     """Read an image's header.
 
     Args:
-        path: path of the file, as this module describes it; with ``content`` only a name for messages.
+        path: path of the file, as described at the top of this module; with ``content``, only a name for messages.
         content: bytes of the file, if it is not on the disk.
 
     Raises:
@@ -151,7 +151,7 @@ def read_image(path: str, content: bytes | None = None) -> "Tensor":
     """Decode an image file to RGB, turned according to its EXIF data.
 
     Args:
-        path, content: arguments as of :func:`read_header`.
+        path, content: as in :func:`read_header`.
 
     Returns:
         (3, H, W) uint8.
@@ -167,7 +167,7 @@ def read_image(path: str, content: bytes | None = None) -> "Tensor":
         with file, Image.open(file) as image:
             if kind != JPEG:  # JPEG only: a damaged byte in a PNG can crash torchvision 0.29 with a segmentation fault
                 return _to_rgb(image)
-            file.seek(0)  # not by its path, which torchvision would map: a mount that goes then ends the process
+            file.seek(0)  # not by path: torchvision would map the file, and a lost mount would then end the process
             source = torch.frombuffer(bytearray(file.read()), dtype=torch.uint8)
             return _turn(decode_image(source, ImageReadMode.RGB), _orientation(image))  # torchvision knows no XMP
     except Exception as error:
@@ -197,7 +197,7 @@ def _to_rgb(image: Image.Image) -> "Tensor":
     import torch
 
     _require_known_range(image)
-    image.load()  # first: it finds what a PNG says of its orientation behind its pixels, and it turns a TIFF
+    image.load()  # first: it finds an orientation that a PNG stores behind its pixels, and it turns a TIFF
     pixels = torch.from_numpy(np.array(_to_eight_bits(image).convert("RGB"))).permute(2, 0, 1)  # (H, W, 3) -> (3, H, W)
     return _turn(pixels, _orientation(image)).contiguous()
 
@@ -210,12 +210,13 @@ def _turn(pixels: "Tensor", orientation: int) -> "Tensor":
 
 
 def _set_up_decoders() -> None:
-    """Let Pillow and torchvision read without a warning, which ``-W error`` would make an error, and up to our limit of pixels.
+    """Let Pillow and torchvision read up to our limit of pixels, and without warnings, which ``-W error`` would turn into errors.
 
-    Not by ``catch_warnings``, which threads cannot share; and not once, as others, such as pytest, put theirs before it.
+    Threads cannot share ``catch_warnings``. Adding the filter only once is not enough, because others, such as pytest, put theirs
+    before it.
 
     Raises:
-        ConfigError: a limit that is no number of pixels.
+        ConfigError: a limit that is not a number of pixels.
     """
     if warnings.filters[:1] != [("ignore", None, Warning, SILENT, 0)]:
         warnings.filterwarnings("ignore", module=SILENT.pattern)
@@ -227,7 +228,7 @@ def _set_up_decoders() -> None:
 
 
 def _open(path: str, content: bytes | None = None) -> tuple[BinaryIO, bytes | None]:
-    """The open file, at its start; and ``JPEG`` or ``PNG`` by its first bytes, whatever its suffix, ``None`` for other formats.
+    """The open file, at its start; and its format by its first bytes, not by its suffix: ``JPEG``, ``PNG``, or ``None`` for others.
 
     Raises:
         DataError: an empty file, or one that cannot be opened.
@@ -247,12 +248,12 @@ def _open(path: str, content: bytes | None = None) -> tuple[BinaryIO, bytes | No
 
 
 def _cannot_read(path: str, error: Exception) -> DataError:
-    """The error for any error of a decoder: they have no common base, Pillow raises ``SyntaxError`` among others."""
+    """The error to raise for any error of a decoder. These have no common base class: Pillow even raises ``SyntaxError``."""
     reason = re.sub(r"^.*\.cpp:\d+, ", "", first_line(error))  # torchvision's text begins with a line of its source
     why = "it is not an image, or its format is unknown" if isinstance(error, Image.UnidentifiedImageError) else reason
     if isinstance(error, Image.DecompressionBombError):
         why = f"{reason.rstrip('.')}; if you trust it, set {LIMIT} in the environment to as many pixels"
-    kind = UnreachableError if isinstance(error, OSError) and error.errno else DataError  # Pillow's own have no number
+    kind = UnreachableError if isinstance(error, OSError) and error.errno else DataError  # Pillow's own errors have no number
     return kind(f"cannot read image {path}: {why}")
 
 
@@ -280,7 +281,7 @@ def _to_eight_bits(image: Image.Image) -> Image.Image:
 def _orientation(image: Image.Image) -> int:
     """The orientation of an image as Pillow finds it, in EXIF data or XMP; 1 where EXIF data are damaged.
 
-    Of a PNG that is not decoded it finds what stands before the pixels only, and of a TIFF that is decoded nothing.
+    Pillow finds only data before the pixels in a PNG that is not decoded yet, and nothing in a TIFF that is decoded.
     """
     try:
         value = Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1)  # not a PNG's own, which decodes it

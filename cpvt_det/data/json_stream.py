@@ -8,23 +8,23 @@ from pathlib import Path
 from typing import Any
 
 CHUNK = 2**24  # characters
-AHEAD = len("e-1")  # characters behind a number without which it may go on in the next chunk
+AHEAD = len("e-1")  # characters needed behind a number; with fewer, it may go on in the next chunk
 SPACE = re.compile(r"[ \t\n\r]*")
 
 
 class NotAStreamError(ValueError):
-    """The file has to be read as a whole: it is broken, no object, has another value in place of a list, or a name twice."""
+    """The file must be read as a whole: it is broken, is not an object, has another value in place of a list, or a name twice."""
 
 
 def entries(path: Path, sections: Collection[str]) -> Iterator[tuple[str, Any]]:
-    """Name of the section and entry, in the order of the file, of sections that are lists.
+    """Pairs of section name and entry, in the order of the file, for sections that are lists.
 
     Args:
         path: file of a JSON object.
         sections: names of the lists to read; all else is skipped.
 
     Raises:
-        NotAStreamError: what only a parser of the whole can answer; entries may have been returned before.
+        NotAStreamError: a file that must be parsed as a whole; some entries may have been returned before.
         OSError: a file that cannot be read.
     """
     with path.open(encoding="utf-8-sig") as file:
@@ -55,7 +55,7 @@ class _Text:
         self.is_whole = False
 
     def peek(self) -> str:
-        """The next character that is no space; empty at the end."""
+        """The next character that is not a space; empty at the end."""
         while True:
             self.at = SPACE.match(self.window, self.at).end()
             if self.at < len(self.window) or not self._read():
@@ -68,7 +68,7 @@ class _Text:
         self.at += 1
 
     def value(self) -> Any:
-        """Go past one value."""
+        """Read one value and go past it."""
         self.peek()
         while True:
             try:
@@ -88,11 +88,11 @@ class _Text:
             yield
         while self.peek() != last:
             self.require(",")
-            yield  # an end behind the comma is no value
+            yield  # an end after the comma is not a value
         self.require(last)
 
     def _read(self) -> bool:
-        """Move the window on, without what was gone past; whether there was more."""
+        """Drop the text already passed and read on; returns whether there was more."""
         try:
             more = "" if self.is_whole else self.file.read(CHUNK)
         except UnicodeDecodeError as error:

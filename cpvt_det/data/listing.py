@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files below a folder, read once: which are images, which are hidden, which splits their names speak of."""
+"""The files below a folder, listed once; images and splits are recognised by their names, and hidden files are left out."""
 
 import glob
 import os
@@ -15,9 +15,9 @@ from cpvt_det.errors import DataError
 IMAGES = {".apng", ".avif", ".bmp", ".dib", ".gif", ".j2c", ".j2k", ".jfif", ".jp2", ".jpc", ".jpe", ".jpeg", ".jpf", ".jpg"}
 IMAGES |= {".jpx", ".mpo", ".pbm", ".pcx", ".pgm", ".png", ".pnm", ".ppm", ".qoi", ".tga", ".tif", ".tiff", ".webp"}
 IMAGES |= {".arw", ".cr2", ".cr3", ".dng", ".heic", ".heif", ".hif", ".jxl", ".nef", ".orf", ".raf", ".rw2"}
-"""Suffixes of photographs. Which of them can be read is asked of Pillow, whose plugins may add to it."""
+"""Suffixes of photographs. Which of them can be read depends on Pillow and on plugins for it."""
 NOT_THE_USERS = frozenset(("__MACOSX", "@eaDir", "#recycle", "$RECYCLE.BIN", "System Volume Information"))
-"""Folders that systems add: with copies and thumbnails of what the user has."""
+"""Folders that systems add, with copies and thumbnails of the user's files."""
 SPLITS = ("train", "val", "test")
 SPLIT_NAMES = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
 SPLIT_NAMES |= {"testing": "test"}
@@ -36,11 +36,11 @@ def is_image(name: str) -> bool:
 
 
 def walk(top: str | Path, seen: set[str]) -> Iterator[tuple[str, list[str]]]:
-    """A folder and those below it, each with the names of its files, by name; hidden ones and ``NOT_THE_USERS`` are left out.
+    """A folder and those below it, each with its file names, sorted by name; hidden ones and ``NOT_THE_USERS`` are left out.
 
     Args:
         top: the folder.
-        seen: real paths of folders that are not entered, such as those that a link leads to again; those of this walk are added.
+        seen: real paths of folders to leave out, such as those that a link leads back to; the folders of this walk are added.
     """
     for folder, names, files in os.walk(top, followlinks=True):
         real = os.path.realpath(folder)
@@ -53,7 +53,7 @@ def walk(top: str | Path, seen: set[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def files_below(folder: Path, split: str = "") -> Iterator[str]:
-    """Folders and files of :func:`walk`, of all splits: what a format reads whose data sets are folders."""
+    """Folders and files of :func:`walk`, for all splits: the paths that a format reads if its data sets are folders."""
     for place, names in walk(folder, set()):
         yield place
         yield from (os.path.join(place, name) for name in names)
@@ -90,21 +90,21 @@ class Listing:
         return sorted({folder for deepest in direct for folder in (deepest, *deepest.parents) if self.root in folder.parents})
 
     def with_suffix(self, *suffixes: str) -> list[Path]:
-        """Files by suffix, in whatever case."""
+        """The files with one of these suffixes, in upper or lower case."""
         return [path for path in self.files if path.suffix.lower() in suffixes]
 
     @cached_property
     def images(self) -> list[Path]:
-        """The image files that can be read, by suffix."""
+        """The image files that can be read, judging by their suffixes."""
         return self.with_suffix(*readable())
 
     @cached_property
     def unreadable(self) -> list[Path]:
-        """The image files that cannot be read, by suffix."""
+        """The image files that cannot be read, judging by their suffixes."""
         return self.with_suffix(*(IMAGES - readable()))
 
     def below(self, folder: Path) -> list[Path]:
-        """The images in a folder and below it, in whatever way its path is written."""
+        """The images in a folder and below it, however its path is written."""
         inside = set()
         for find in (os.path.abspath, os.path.realpath):
             top = find(folder)
@@ -112,7 +112,7 @@ class Listing:
         return [path for path in self.images if path.parent in inside]
 
     def parts_of(self, path: Path) -> tuple[str, ...]:
-        """The names on the way from the root, or another folder of the listing, to a file or folder; none where it is outside."""
+        """The parts of a path below the root, or below another folder of the listing; empty for a path outside of them."""
         for top in self._tops:
             if path.is_relative_to(top) and os.pardir not in (parts := path.parts[len(top.parts) :]):
                 return parts
@@ -124,7 +124,7 @@ class Listing:
 
         Args:
             path: a file.
-            with_name: look at the file's own name first.
+            with_name: whether to look at the file's own name first.
         """
         parts = self.parts_of(path)
         words = map(split_named, reversed(parts if with_name else parts[:-1]))
@@ -145,7 +145,7 @@ def few(paths: Iterable[object]) -> str:
 
 
 def cannot_read(paths: Sequence[Path]) -> str:
-    """The end of a message about image files that cannot be read; empty without any."""
+    """The end of a message about image files that cannot be read; empty if there are none."""
     return f"; {few(paths)} cannot be read here: convert them to JPEG or PNG" if paths else ""
 
 
@@ -154,10 +154,10 @@ def find_files(source: str, output: Path) -> tuple[list[Path], list[Path]]:
 
     Args:
         source: a file; a folder, for all images in it and below it; or a glob, in which ``**`` matches any depth.
-        output: folder below which no file is taken: it may contain pictures of an earlier call.
+        output: folder below which all files are ignored, because it may contain pictures of an earlier call.
 
     Returns:
-        At least one path, sorted; and those of a folder that are photographs in a format that cannot be read here.
+        At least one path, sorted; and, for a folder, the photographs in formats that cannot be read here.
 
     Raises:
         DataError: no image was found.
@@ -182,7 +182,7 @@ def find_files(source: str, output: Path) -> tuple[list[Path], list[Path]]:
 
 
 def _without_folders(pattern: str) -> str:
-    """A glob in which the brackets of folders that exist are no pattern: ``trip [2024]/*.jpg``."""
+    """A glob in which brackets in the names of existing folders are taken literally: ``trip [2024]/*.jpg``."""
     parts = Path(pattern).parts
     fixed = next((end for end in range(len(parts), 0, -1) if os.path.isdir(Path(*parts[:end]))), 0)
     return str(Path(glob.escape(str(Path(*parts[:fixed]))) if fixed else "", *parts[fixed:]))

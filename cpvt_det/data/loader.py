@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches of samples, independent of the number of workers, from any iteration on.
+"""Batches of samples from any iteration on, the same for any number of workers.
 
-A sample's random state depends on (seed, epoch, image) alone, a batch on (seed, iteration) alone; so a resumed run needs only its
-iteration to continue where it stopped.
+A sample's random state depends only on (seed, epoch, image), and a batch only on (seed, iteration). A resumed run therefore needs
+only its iteration to continue where it stopped.
 """
 
 import atexit
@@ -32,7 +32,7 @@ logger = logging.getLogger("cpvt_det")
 Draw = tuple[int, int]
 """(epoch, index of the record)."""
 
-NEWS = 5.0  # seconds until torch notices that a worker ended, at most; its signal ends the waiting earlier
+NEWS = 5.0  # most seconds until torch notices that a worker ended; its signal ends the wait earlier
 
 
 class MappedDataset(Dataset):
@@ -43,8 +43,8 @@ class MappedDataset(Dataset):
         mapper: mapper from a record to a sample.
         seed: seed of the run.
         closing: an epoch, counted from 0, and the mapper from that epoch on; ``None``: ``mapper`` for all epochs.
-        patience: seconds for which an image is tried again that cannot be reached, and a batch waits for data workers of which none
-            finishes an image.
+        patience: seconds for which an unreachable image is retried, and for which a batch waits while no data worker finishes an
+            image.
 
     Attributes:
         at_work: (workers, 2) int64 in shared memory: each worker's process id and the index of the record it is reading, or -1.
@@ -82,7 +82,7 @@ class MappedDataset(Dataset):
                 self.at_work[worker.id, 1] = -1
 
     def reading(self, workers: Collection[int]) -> str:
-        """Where workers are, by their process ids: ``while reading photos/1.jpg``."""
+        """What the workers with these process ids are doing, for messages: ``while reading photos/1.jpg``."""
         images = [self.records[index].file_name for pid, index in self.at_work.tolist() if pid in workers and index >= 0]
         if not images:
             return "between two images"
@@ -102,11 +102,11 @@ def dead_workers_named(dataset: MappedDataset) -> Iterator[None]:
     """Within this block, the error for a data worker that died names the image that it was reading.
 
     Raises:
-        DeadWorkerError: a worker died. torch raises its own error at any place of the block.
+        DeadWorkerError: a worker died; torch's own error for this may be raised anywhere in the block.
     """
     try:
         yield
-    except DeadWorkerError:  # named by a block inside this one, as evaluation's is by that of training
+    except DeadWorkerError:  # already named by a block inside this one, such as evaluation's inside training's
         raise
     except RuntimeError as error:
         match = _words_of_torch(error)
@@ -119,7 +119,7 @@ def dead_workers_named(dataset: MappedDataset) -> Iterator[None]:
 
 
 def _words_of_torch(error: BaseException | None) -> re.Match[str] | None:
-    """torch's words for workers that died; another error may cover them, such as that of a checkpoint which was being written."""
+    """torch's message about workers that died, even if another error hides it, such as one from a checkpoint being written."""
     while error is not None:
         if match := re.match(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)", str(error)):
             return match
@@ -139,8 +139,9 @@ class TrainBatches(Sampler[list[Draw]]):
         batch_size: number of images per batch, over all processes.
         seed: seed of the run.
         rank, world_size: index of this process, which takes its slice of every batch, and number of processes.
-        repeats: times that an image is drawn in a row, each as of an epoch of its own, so that its augmentations differ; an epoch
-            then has as many images in all, of a part of the records (repeated augmentation, arXiv 1901.09335, as in DeiT).
+        repeats: number of times that an image is drawn in a row, each time with a different epoch number, so that its augmentations
+            differ; an epoch then has the same number of images in total, from only a part of the records (repeated augmentation,
+            arXiv 1901.09335, as in DeiT).
 
     Raises:
         ValueError: no record, no draw, or a batch size that is not a multiple of the number of processes.
@@ -189,7 +190,7 @@ class TrainBatches(Sampler[list[Draw]]):
 
 
 class SampleLoader(DataLoader):
-    """Batches of samples, each a list.
+    """Batches of samples, each batch a list.
 
     Args:
         dataset: data set of samples.
@@ -220,7 +221,7 @@ class SampleLoader(DataLoader):
         )
 
     def from_iteration(self, iteration: int) -> "SampleLoader":
-        """Start with the batch of this iteration, where ``batches`` are :class:`TrainBatches`; returns the loader itself."""
+        """Start with the batch of this iteration; ``batches`` must be :class:`TrainBatches`. Returns the loader itself."""
         self.batch_sampler.start = iteration
         return self
 
@@ -228,11 +229,11 @@ class SampleLoader(DataLoader):
         """The batches.
 
         Raises:
-            DeadWorkerError: workers of which none has finished an image for the patience of the data set, and some seconds.
+            DeadWorkerError: no worker has finished an image for the data set's ``patience`` and some seconds more.
             RunStoppedError: workers that cannot be started.
         """
         try:
-            _ = self.num_workers and multiprocessing.Lock()  # before torch's iterator is there by half
+            _ = self.num_workers and multiprocessing.Lock()  # fails before torch's iterator is half made
             batches = super().__iter__()
         except OSError as error:
             raise RunStoppedError(
@@ -246,7 +247,7 @@ class SampleLoader(DataLoader):
                     batch = next(batches)
                 except StopIteration:
                     return
-                except (ConnectionError, EOFError):  # from a worker's socket, some moments before torch knows why
+                except (ConnectionError, EOFError):  # from a worker's socket, a moment before torch knows why
                     time.sleep(NEWS)
                     raise
                 except RuntimeError as error:
@@ -272,7 +273,7 @@ class SampleLoader(DataLoader):
 def evaluation_loader(
     dataset: MappedDataset, batch_size: int, num_workers: int, rank: int = 0, world_size: int = 1
 ) -> SampleLoader:
-    """Every record once, over all processes; batches of this process's ``batch_size``."""
+    """A loader of every record once, spread over all processes; ``batch_size`` counts the images of this process."""
     draws = [(0, index) for index in range(rank, len(dataset), world_size)]
     batches = [draws[start : start + batch_size] for start in range(0, len(draws), batch_size)]
     return SampleLoader(dataset, batches, num_workers)
@@ -282,7 +283,7 @@ def _begin_worker(worker: int) -> None:
     """Ignore signals: Ctrl-C, and often SIGTERM, also reaches workers, which the run needs to finish its step."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
-    if "file_descriptor" in torch.multiprocessing.get_all_sharing_strategies():  # by names, each batch would be copied to /dev/shm
+    if "file_descriptor" in torch.multiprocessing.get_all_sharing_strategies():  # else each batch would be copied to /dev/shm
         torch.multiprocessing.set_sharing_strategy("file_descriptor")
 
 
@@ -305,5 +306,5 @@ def _kill(workers: Sequence[multiprocessing.Process]) -> None:
 
 
 def mix_seed(*numbers: int) -> int:
-    """One seed from several, without collisions between neighbours."""
+    """One seed from several numbers, without collisions between neighbouring ones."""
     return int(np.random.SeedSequence([number % 2**63 for number in numbers]).generate_state(1, np.uint64)[0])

@@ -27,12 +27,12 @@ from cpvt_det.errors import DataError
 from cpvt_det.structures import Targets
 
 Sample = dict[str, Any]
-"""Keys: ``file_name``, ``image_id``, ``height`` and ``width`` on disk, ``image`` (3, h, w) uint8 RGB, in training ``targets``;
-where images are cut into tiles, ``pixels`` (3, height, width) uint8 RGB."""
+"""Keys: ``file_name``, ``image_id``, ``height`` and ``width`` on disk, and ``image`` (3, h, w) uint8 RGB; in training also
+``targets``; if images are cut into tiles, also ``pixels`` (3, height, width) uint8 RGB."""
 
 
 class RandomShortSide(v2.Transform):
-    """Resize to a short side drawn from a list, both sides at least one pixel.
+    """Resize to a short side drawn from a list; both sides keep at least one pixel.
 
     Args:
         sizes: short sides in pixels to draw from, a single one in evaluation; empty or 0: do not resize.
@@ -45,7 +45,7 @@ class RandomShortSide(v2.Transform):
         self.max_size = max_size
 
     def forward(self, image: Tensor, *objects: Tensor) -> Any:
-        """Resize the image and, where there are any, boxes; labels pass."""
+        """Resize the image and any boxes; labels are passed through."""
         if not self.sizes:
             return (image, *objects) if objects else image
         height, width = TF.get_size(image)
@@ -86,7 +86,7 @@ class RandomSizeCrop(v2.Transform):
 
 
 class KeepVisible(v2.Transform):
-    """Clip boxes to the image; remove those of which too little is left, with their labels.
+    """Clip boxes to the image, and remove boxes that become too small, with their labels.
 
     Torchvision's own two transforms for this take five times as long.
 
@@ -114,12 +114,13 @@ def train_transform(
     crop_sizes: Sequence[int] = (),
     crop_range: tuple[int, int] = (384, 600),
 ) -> v2.Transform:
-    """DETR's augmentation: flip; then resize, or for half of the images resize, crop, resize.
+    """DETR's augmentation: flip, then resize; half of the images are resized, cropped and resized again instead.
 
-    Boxes of which a crop leaves less than a pixel are removed. Without a crop all are kept, however small: evaluation counts them.
+    A box is removed if a crop leaves less than a pixel of it. Without a crop, all boxes stay, however small, because evaluation
+    counts them.
 
     Args:
-        sizes, max_size: short sides and limit of the last resize, as in :class:`RandomShortSide`.
+        sizes, max_size: short sides and limit of the long side for the last resize, as in :class:`RandomShortSide`.
         flip: whether half of the images are mirrored.
         crop_sizes: short sides before the crop in pixels; empty for no crops.
         crop_range: (smallest, largest) side of the crop in pixels, as in :class:`RandomSizeCrop`.
@@ -139,9 +140,9 @@ class Mapper:
     Args:
         transform: transform of the image; with ``with_targets``, of (image, boxes, labels).
         with_targets: whether samples get targets, for training.
-        augmentations: what happens to training images before ``transform``, in this order.
-        records: images that augmentations draw from to mix them in.
-        with_pixels: whether samples without targets get ``pixels``, the image as it was read, to be cut into tiles.
+        augmentations: augmentations applied to training images before ``transform``, in this order.
+        records: images from which augmentations draw those that they mix in.
+        with_pixels: whether samples without targets get ``pixels``, the untransformed image, to be cut into tiles.
     """
 
     def __init__(
@@ -164,13 +165,13 @@ class Mapper:
         return any(step.mixes for step in self.augmentations)
 
     def without_mixing(self) -> "Mapper":
-        """The same mapper less the augmentations that mix images."""
+        """The same mapper without the augmentations that mix images."""
         mapper = copy.copy(self)
         mapper.augmentations = [step for step in self.augmentations if not step.mixes]
         return mapper
 
     def __call__(self, record: ImageRecord) -> Sample:
-        """Make the sample of one record, with torch's global random state.
+        """Make the sample of one record, using torch's global random state.
 
         Raises:
             DataError: an image that cannot be read, or whose size differs from that in the JSON.
@@ -196,7 +197,7 @@ class Mapper:
         return self.transform(tv_tensors.Image(image)).as_subclass(Tensor)
 
     def _augmented(self, record: ImageRecord, count: int) -> Scene:
-        """A record's image after the first augmentations."""
+        """A record's image with its objects, after the first ``count`` augmentations."""
         scene = as_scene(_read(record), record.boxes_xyxy, torch.from_numpy(record.labels))
         for number, step in enumerate(self.augmentations[:count]):
             with augmentation_errors(step.name, scene, f"image {record.file_name} (id {record.image_id})"):
@@ -204,18 +205,18 @@ class Mapper:
         return scene
 
     def _draw(self, count: int) -> Scene:
-        """Another image, drawn at random, after the first augmentations."""
+        """A randomly drawn image with its objects, after the first ``count`` augmentations."""
         return self._augmented(self.records[int(torch.randint(len(self.records), ()))], count)
 
 
 def named(record: ImageRecord) -> Sample:
-    """The part of a sample that says which image it is of."""
+    """The entries of a sample that identify its image."""
     return {name: getattr(record, name) for name in ("file_name", "image_id", "height", "width")}
 
 
 @contextlib.contextmanager
 def other_generators_seeded() -> Iterator[None]:
-    """Within this block, the global generators of numpy and ``random`` go on from a seed that torch's draws; then as before."""
+    """Within this block, seed the global generators of numpy and ``random`` from torch's; restore their states afterwards."""
     states, seed = (np.random.get_state(), random.getstate()), int(torch.randint(2**32, ()))
     np.random.seed(seed)
     random.seed(seed)
@@ -227,7 +228,7 @@ def other_generators_seeded() -> Iterator[None]:
 
 
 def _read(record: ImageRecord) -> Tensor:
-    """The pixels of a record, (3, H, W) uint8, of the size that the record has."""
+    """The pixels of a record, (3, H, W) uint8, checked against the record's size."""
     image = read_image(record.file_name)
     if tuple(image.shape[1:]) != (record.height, record.width):
         raise DataError(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files by the names that people and tools write for them: the one way from a name, or from a label file, to its image.
+"""Find files by the names that people and tools write for them, such as the image of a name or of a label file.
 
-A name is compared letter by letter first, then in the forms of ``FORMS``, one after the other, and the first form in which a file
-has it decides. What was found in another form than the first is reported.
+A name is first compared letter by letter, then in each of the other ``FORMS``; the first form that matches a file decides. A match
+in any form but the first is reported.
 """
 
 import os
@@ -22,7 +22,7 @@ from cpvt_det.errors import DataError
 
 KINDS = {"image", "images", "img", "imgs", "jpegimages", "jpg", "png", "label", "labels", "annotation", "annotations", "annots"}
 KINDS |= {"xml", "xmls", "txt", "txts", "bbox", "bboxes"}
-"""Names of folders that tell what kind of files is in them, not which images these are of."""
+"""Folder names that describe the kind of files in a folder, not which images they belong to."""
 
 
 def _lower(name: str) -> str:
@@ -50,7 +50,7 @@ FORMS: tuple[tuple[str, Callable[[str], str], Callable[[str], str]], ...] = (
     ("with the prefix of an upload", _unprefixed, _joined),
     ("without the prefix of an upload", _joined, _unprefixed),
 )
-"""How a name differs from that of the file; what is made of the name, and of the file's, before they are compared.
+"""How a written name differs from the file's; functions that convert the written name and the file's before they are compared.
 
 Label Studio percent-encodes names, writes underscores for blanks, and puts eight hexadecimal digits and a hyphen before them.
 """
@@ -58,35 +58,35 @@ Label Studio percent-encodes names, writes underscores for blanks, and puts eigh
 Folder = tuple[str, ...]
 """Names of folders, from the root on."""
 Ranks = dict[str, int]
-"""Path -> how far it is from what is meant."""
+"""Path -> how far it is from the file that is meant, 0 for the best match."""
 
 
 class Names:
-    """Files that are looked for by name.
+    """Files that can be found by name.
 
     Args:
         files: files to find, images or others.
-        listing: the folder that they are in.
+        listing: listing of the folder that they are in.
     """
 
     def __init__(self, files: Sequence[Path], listing: Listing):
         self.listing = listing
-        self._files = {str(path): path for path in files}  # text is ten times quicker to take apart than paths are
+        self._files = {str(path): path for path in files}  # text is ten times faster to split than paths
         self._found: dict[str, dict[str, None]] = defaultdict(dict)
         self._bases: dict[Path, str] = {}
         self._indices: dict[tuple[int, bool], dict[str, dict[Folder, list[str]]]] = {}
         self._folders: dict[str, Folder] = {}
 
     def find(self, written: str, source: Path, loosely: bool = True) -> Path | None:
-        """The file that an annotation file names, perhaps below folders of another machine; ``None`` where there is none.
+        """The file that an annotation file names, perhaps with the folders of another machine; ``None`` if there is no such file.
 
         Args:
             written: name or path, as the annotation file has it; with or without suffix.
             source: the annotation file.
-            loosely: compare it in all forms, not letter by letter alone.
+            loosely: whether to compare the name in all forms, not only letter by letter.
 
         Raises:
-            DataError: several files that it could be.
+            DataError: a name that could mean several files.
         """
         name = unquote(written.partition("/local-files/?d=")[2]) or written  # Label Studio's
         name = re.sub(r"^\w+://[^/]*/([^?]*).*$", r"\1", name.replace("\\", "/"))  # URLs
@@ -114,7 +114,7 @@ class Names:
         return None
 
     def entry(self, written: str, source: Path) -> dict[str, Any]:
-        """The entry of an image in a data set's sections, without id: with the path that :meth:`find` finds, or as a fault."""
+        """The entry of an image in a data set's sections, without id: the path that :meth:`find` returns, or else a fault."""
         path = self.find(written, source)
         if path is not None:
             return {"file_name": str(path)}
@@ -125,17 +125,17 @@ class Names:
         return {"file_name": name, "split": split, FAULT: ["image files that are missing", why]}
 
     def pair(self, labels: Sequence[Path], written: Mapping[Path, str] = MappingProxyType({})) -> dict[Path, Path]:
-        """The file of each label file, by their names without suffix, each file at most once.
+        """The file that each label file belongs to, by names without suffix; each file is used at most once.
 
-        Folders have to agree, too: ``labels/train/1.txt`` is of ``images/train/1.jpg``, and never of ``images/val/1.jpg``. Only
-        where no label file at all finds its image in this way, folders may have other names.
+        Folders must agree, too: ``labels/train/1.txt`` belongs to ``images/train/1.jpg``, and never to ``images/val/1.jpg``. Folder
+        names may differ only if no label file at all finds its image in this way.
 
         Args:
             labels: label files.
-            written: the name of its image that a label file has in it, which decides between several.
+            written: label file -> image name in its content, which decides between several images.
 
         Raises:
-            DataError: a label file that could be of several.
+            DataError: a label file that could belong to several files.
         """
         return self._pair(labels, written, self._in_agreement) or self._pair(labels, written, self._without_contradiction)
 
@@ -159,7 +159,7 @@ class Names:
         return self._indices[number, is_whole]
 
     def _called(self, number: int, name: str, is_stem: bool = False) -> Mapping[Folder, Sequence[str]]:
-        """Files of a name in one form: of the name with its suffix, without one, or with another one."""
+        """Files that have a name in one form: with the name's suffix, without a suffix, or with another one."""
         form, (start, suffix) = FORMS[number][1], os.path.splitext(name)
         tried = [(name, not is_stem), (name, is_stem), *([(start, False)] if suffix.lower() in IMAGES else [])]
         return next((groups for one, is_whole in tried if (groups := self._index(number, is_whole).get(form(one)))), {})
@@ -167,7 +167,7 @@ class Names:
     def _nearest(
         self, candidates: Sequence[str], folders: Sequence[str], what: str, source: Path, form: Callable[[str], str]
     ) -> str:
-        """Of files of one name, the one whose folders end as the written ones, then one of the file's split, then the closest."""
+        """The best of files with one name: by how many last folders match the written ones, then by split, then by distance."""
         split, around = self.listing.split_of(source, with_name=True), set(source.parent.parts)
 
         def rank(path: str) -> tuple[int, bool, int, int]:
@@ -191,7 +191,7 @@ class Names:
                     said = os.path.basename(written.get(label, "").replace("\\", "/"))
                     path = _lowest(text, {path: ranks[path] for path in ranks if os.path.basename(path) == said} or ranks)
                     found.append((ranks[path], text, path))
-            for _, text, path in sorted(found):  # of several of one image, the one in the usual folder
+            for _, text, path in sorted(found):  # several label files of one image: the usual folder first
                 if path not in taken:
                     taken.add(path)
                     pairs[left.pop(text)] = self._files[path]
@@ -199,9 +199,9 @@ class Names:
         return pairs
 
     def _in_agreement(self, folder: str, groups: Mapping[Folder, Sequence[str]]) -> Ranks:
-        """Files whose folder goes together with that of a label file, and how well, 0 best.
+        """Files whose folder agrees with that of a label file, and how well, 0 best.
 
-        Ultralytics' ``labels`` in the place of ``images`` is best, then the same folder.
+        Ultralytics' ``labels`` in place of ``images`` is best, then the same folder.
         """
         own = self._folder(folder)
         if own in groups:
@@ -210,7 +210,7 @@ class Names:
         return {path: 3 for other, paths in groups.items() if set(own) < set(other) for path in paths}
 
     def _without_contradiction(self, folder: str, groups: Mapping[Folder, Sequence[str]]) -> Ranks:
-        """Files that are not of another split, nor outside a folder whose name that of the label file has, too."""
+        """Files that are in no other split, and in every known folder that is named in the label file's path."""
         own, split = set(self._folder(folder)) & self._known_folders, self.listing.split_of(Path(folder, "x"))
         paths = [path for other, paths in groups.items() if own <= set(other) for path in paths]
         return {path: 0 for path in paths if not split or self.listing.split_of(Path(path)) in ("", split)}
@@ -228,7 +228,7 @@ class Names:
         return {name for folder in {os.path.dirname(path) for path in self._files} for name in self._folder(folder)}
 
     def _folder(self, folder: str) -> Folder:
-        """The names on the way from the root to a folder, without those of ``KINDS``."""
+        """The names of the folders from the root down to this one, without those in ``KINDS``."""
         if folder not in self._folders:
             parts = map(_lower, self.listing.parts_of(Path(folder)))
             self._folders[folder] = tuple(split_named(part) or part for part in parts if part not in KINDS)
@@ -239,7 +239,7 @@ def _lowest(what: str, ranks: Mapping[str, Any]) -> str:
     """The file of the lowest rank.
 
     Raises:
-        DataError: two that share it.
+        DataError: two files share the lowest rank.
     """
     first, *others = sorted(ranks, key=lambda path: (ranks[path], path))
     if others and ranks[first] == ranks[others[0]]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images with their boxes to learn, one after the other, read from tables when they are asked for."""
+"""Images and their boxes to learn, read from tables one image at a time, on access."""
 
 import bisect
 import itertools
@@ -37,7 +37,7 @@ class Records(Sequence[ImageRecord]):
 
     Args:
         parts: tables, each with the folder, tar files or URL that its file names are relative to.
-        rows: (n,) rising indices of the images, counted through all tables; ``None`` for all.
+        rows: (n,) ascending indices of the images, counted across all tables; ``None`` for all.
     """
 
     def __init__(self, parts: Sequence[tuple[Table, Path | str]], rows: Sequence[int] | np.ndarray | None = None):
@@ -57,7 +57,7 @@ class Records(Sequence[ImageRecord]):
         return ImageRecord(self.path(index), image_id, height, width, boxes, labels)
 
     def _place(self, index: int) -> tuple[Table, Path | str, int]:
-        """Table of an image, what its names are relative to, and its index there."""
+        """The table that holds an image, the root of the table's file names, and the image's index in the table."""
         row = int(self.rows[index])
         part = bisect.bisect_right(self.ends, row)
         return *self.parts[part], row - (self.ends[part - 1] if part else 0)
@@ -79,13 +79,13 @@ class Records(Sequence[ImageRecord]):
 
     @property
     def table(self) -> Table:
-        """The table of images that are of one data set."""
+        """The table of these images, which must all belong to one data set."""
         ((table, _),) = self.parts
         return table
 
     @property
     def root(self) -> Path | str:
-        """Folder, tar files or URL of images that are of one data set."""
+        """Folder, tar files or URL of these images, which must all belong to one data set."""
         ((_, root),) = self.parts
         return root
 
@@ -109,10 +109,10 @@ class Records(Sequence[ImageRecord]):
         return (columns[0] if len(columns) == 1 else np.concatenate(columns))[self.indices]
 
     def boxes(self) -> tuple[np.ndarray, np.ndarray]:
-        """Boxes of images that are of one data set, crowds included, image by image.
+        """All boxes of these images, crowds included, image by image; the images must belong to one data set.
 
         Returns:
-            (A,) int64, rising: index of the image of each box; and (A,) of ``BOX``.
+            (A,) int64, ascending: index of the image of each box; and (A,) of ``BOX``: the boxes.
         """
         counts = self._column("count")
         image_of = np.repeat(np.arange(len(self)), counts)
@@ -120,17 +120,17 @@ class Records(Sequence[ImageRecord]):
         return image_of, self.table.boxes[at]
 
     def boxes_to_learn(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Boxes of images that are of one data set, without crowds, image by image.
+        """All boxes of these images, without crowds, image by image; the images must belong to one data set.
 
         Returns:
-            (G,) int64, rising: index of the image of each box; (G, 4) float32, xyxy in pixels; (G,) int64, labels in [0, K).
+            (G,) int64, ascending: index of the image of each box; (G, 4) float32, xyxy in pixels; (G,) int64, labels in [0, K).
         """
         image_of, boxes = self.boxes()
         is_taken, *others = _to_learn(boxes)
         return image_of[is_taken], *others
 
     def blocks(self, images: int = 2**14) -> Iterator["Records"]:
-        """All images, in parts of one data set each, and so small that the boxes of one take little memory."""
+        """All images in blocks, each from one data set and small enough that its boxes take little memory."""
         rows = self.indices
         bounds = np.searchsorted(rows, [0, *self.ends])
         for part, before, start, end in zip(self.parts, [0, *self.ends], bounds, bounds[1:], strict=False):
@@ -155,7 +155,7 @@ def join(several: Sequence[Records]) -> Records:
 
 
 def _to_learn(boxes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(A,) of ``BOX`` -> (A,) bool, whether a box is to be learned; xyxy, (G, 4) float32, and labels, (G,) int64, of those."""
+    """(A,) of ``BOX`` -> (A,) bool, whether a box is to be learned; (G, 4) float32 xyxy and (G,) int64 labels of those boxes."""
     is_taken = ~boxes["crowd"]
     boxes = boxes[is_taken]
     corners = np.concatenate((boxes["xywh"][:, :2], boxes["xywh"][:, :2] + boxes["xywh"][:, 2:]), axis=1)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images in tar files, in the layout of webdataset, found by name: so that their order is that of files.
+"""Images in tar files, in the layout of webdataset. They are found by name, so they can be read in the same order as files.
 
-A table of all members, ``index.npz`` beside the tar files, has the place of each; without one, local tar files are searched.
+A table of all members, ``index.npz`` next to the tar files, holds the place of each; without it, local tar files are searched.
 """
 
 import hashlib
@@ -31,15 +31,15 @@ _OPENED: dict[str, "Shards"] = {}
 
 @dataclass(frozen=True)
 class Shards:
-    """The n members of tar files, by rising key.
+    """The n members of tar files, by ascending key.
 
     Attributes:
         folder: folder or URL of the tar files.
         shards: (s,) names of the tar files.
-        lengths: (s,) int64, their bytes.
+        lengths: (s,) int64, sizes of the tar files in bytes.
         keys: (n,) uint64, hashes of the members' names.
         shard_of: (n,) int32, tar file of each member.
-        starts, sizes: (n,) int64, place of its content there in bytes, and its length.
+        starts, sizes: (n,) int64, position of each member's content in its tar file and its length, in bytes.
     """
 
     folder: str
@@ -54,7 +54,7 @@ class Shards:
         """Open a member for reading.
 
         Raises:
-            DataError: a tar file that ends before the member does; no such member; other errors as of a file.
+            DataError: a tar file that ends before the member does; no such member; other errors as for a file.
         """
         key = np.uint64(_key(name))
         row = int(self.keys.searchsorted(key))
@@ -68,7 +68,7 @@ class Shards:
                 came = f"{len(content)} bytes came instead of {size}"
                 raise DataError(f"{path}: {came}; it is cut off, or newer than its {INDEX}, or its server sends no parts of files")
             return io.BytesIO(content)
-        file = _Part(path, start, size)  # of which a look reads only the ends
+        file = _Part(path, start, size)  # a look at an image reads only its ends
         length = os.fstat(file.fileno()).st_size
         if length != self.lengths[shard]:
             file.close()
@@ -106,9 +106,9 @@ def open_shards(pattern: str) -> Shards:
         pattern: path or URL of a tar file, or of several that are numbered: ``shards/{000000..000011}.tar``.
 
     Raises:
-        DataError: an index that is damaged, or of other tar files; URLs without an index.
+        DataError: an index that is damaged, or that belongs to other tar files; URLs without an index.
     """
-    with _ONE_AT_A_TIME:  # of many threads that all ask for the first time
+    with _ONE_AT_A_TIME:  # many threads may all ask for the first time
         if pattern not in _OPENED:
             _OPENED[pattern] = _read_index(pattern)
         return _OPENED[pattern]
@@ -134,9 +134,9 @@ def _read_index(pattern: str) -> Shards:
 
 
 def split_at_shards(path: str) -> tuple[str, str]:
-    """The tar files of a path and the member in them; ("", path) for a path of a file."""
+    """The tar files of a path and the member in them; ("", path) for the path of a plain file."""
     root, found, name = path.partition(f"{TAR}/")
-    # a folder may have such a name; what was opened as tar files is none, and need not be looked at for each image
+    # a folder may have such a name; a path that was opened as tar files is none, and is not looked up again for each image
     is_member = found and (root + TAR in _OPENED or is_url(path) or not os.path.isdir(root + TAR))
     return (root + TAR, name) if is_member else ("", path)
 
@@ -154,7 +154,7 @@ def index_shards(folder: str, names: Sequence[str]) -> Shards:
     """The members of local tar files, found by reading the header of each.
 
     Raises:
-        DataError: a tar file that is damaged; a member that is there twice.
+        DataError: a tar file that is damaged; a member that occurs twice.
     """
     rows = []
     for number, name in enumerate(names):
@@ -174,6 +174,6 @@ def index_shards(folder: str, names: Sequence[str]) -> Shards:
 
 
 def _key(name: str) -> int:
-    """The hash of a name; of ``./a.jpg``, as tar names what is in the folder that it packs, that of ``a.jpg``."""
+    """The hash of a name. ``./a.jpg``, as tar may name a file in the folder that it packs, has the hash of ``a.jpg``."""
     name = posixpath.normpath(name)
     return int.from_bytes(hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")

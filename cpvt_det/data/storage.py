@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files on a disk, on a mount that may go and come back, and behind URLs."""
+"""Files on a disk, on a mount that may disappear and come back, and at URLs."""
 
 import logging
 import math
@@ -13,7 +13,7 @@ from cpvt_det.errors import DataError, MissingFileError, UnreachableError, first
 logger = logging.getLogger("cpvt_det")
 Value = TypeVar("Value")
 PAUSE = 0.5  # seconds between two attempts
-URL = "://"  # what marks one
+URL = "://"  # marks a path as a URL
 MAY_PASS = (408, 425, 429)  # HTTP: request timeout, too early, too many requests
 
 
@@ -23,7 +23,7 @@ def is_url(path: str | Path) -> bool:
 
 
 def root_of(text: str) -> Path | str:
-    """What image names are relative to: a folder or tar files as a path, a URL as text."""
+    """The root that image names are relative to: a folder or tar files as a path, a URL as text."""
     return text.rstrip("/") if is_url(text) else Path(text).expanduser()
 
 
@@ -35,14 +35,14 @@ def fetch(url: str, start: int | None = None, end: int | None = None) -> bytes:
         start, end: first byte, and the one after the last.
 
     Raises:
-        FileNotFoundError: nothing is there.
-        UnreachableError: a server that does not answer, or with an error that may pass.
+        FileNotFoundError: no file at the URL.
+        UnreachableError: a server that does not answer, or answers with a temporary error.
         DataError: a server that refuses; a file system that fsspec does not know, or whose package is not installed.
     """
     import fsspec
 
     try:
-        # at each call, as a forked data worker needs connections of its own; fsspec keeps them by process
+        # at each call, because a forked data worker needs its own connections; fsspec caches them per process
         system, path = fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:
         raise DataError(f"{first_line(error)}; for http: pip install cpvt-det[remote]") from error
@@ -50,22 +50,22 @@ def fetch(url: str, start: int | None = None, end: int | None = None) -> bytes:
         return system.cat_file(path, start=start, end=end)
     except FileNotFoundError:
         raise
-    except Exception as error:  # what file systems raise has no common base
+    except Exception as error:  # the errors of file systems have no common base class
         kind = DataError if _is_refusal(error) else UnreachableError
         raise kind(f"{type(error).__name__}: {first_line(error)}") from error
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Whether a server understood and refused, as it would again: HTTP's 4xx, but for those that are a matter of time."""
+    """Whether a server refused a request for good: a lack of permission, or an HTTP status 4xx that is not temporary."""
     status = getattr(error, "status", None)
     return isinstance(error, PermissionError) or (type(status) is int and 400 <= status < 500 and status not in MAY_PASS)
 
 
 class Patience:
-    """A time to wait for a place that does not answer: one for all that is read there, by any number of threads.
+    """A limited time to wait for a place that does not answer, shared by everything that is read there, in any number of threads.
 
     Args:
-        seconds: the time, from the first attempt that failed on.
+        seconds: length of this time, counted from the first failed attempt.
     """
 
     def __init__(self, seconds: float):
@@ -79,14 +79,14 @@ class Patience:
         return not self._answered and self._ends()
 
     def read(self, read: Callable[[], Value], even_if_missing: bool = False) -> Value:
-        """Read something, again and again while its place does not answer.
+        """Read something, and retry while its place does not answer.
 
         Args:
             read: function that reads.
-            even_if_missing: whether a missing file too is tried again: one that was there before, on a mount that is gone.
+            even_if_missing: whether a missing file is retried, too: it was there before, so its mount may be gone.
 
         Raises:
-            UnreachableError: it was not there in all this time.
+            UnreachableError: the place did not answer in all this time.
         """
         start, told = time.monotonic(), False
         while True:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The images and boxes of a data set as arrays: in memory, or in a file that all processes of a machine map and share.
 
-An object per box takes 910 bytes in every process; a row of these arrays takes 53, once per machine.
+A Python object per box would take 910 bytes in every process; a row of these arrays takes 53, once per machine.
 """
 
 import contextlib
@@ -17,21 +17,21 @@ from cpvt_det.files import fcntl
 
 WIDE, NARROW = ("id", "name", "first"), ("name_size", "count", "to_learn", "height", "width")
 IMAGE = np.dtype([*((name, "i8") for name in WIDE), *((name, "i4") for name in NARROW)])
-"""An image: its size in pixels; place of its file name in the names, in bytes; place of its first box in the boxes, their number,
-and the number of those to learn, which are no crowds."""
+"""An image: its size in pixels; byte position of its file name in the names; index of its first box, the number of its boxes, and
+the number of those to learn, which are not crowds."""
 BOX = np.dtype([("xywh", "f8", 4), ("area", "f8"), ("number", "i8"), ("label", "i4"), ("crowd", "?")])
 """A box in pixels, inside the image; its area in square pixels, in COCO that of the mask; position in the file; label in [0, K)."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """N images and A boxes, crowds included; the boxes of an image are neighbours, in the order of the file.
+    """N images and A boxes, crowds included; the boxes of an image are adjacent, in the order of the file.
 
     Attributes:
         images: (N,) of ``IMAGE``.
         names: (bytes,) uint8, the file names in UTF-8, one after the other.
         boxes: (A,) of ``BOX``.
-        about: what else was read, in values that JSON takes.
+        about: other data that were read, in values that JSON can hold.
         path: file that the arrays are mapped from, or ``None``.
     """
 
@@ -47,22 +47,22 @@ class Table:
         return self.names[start : start + size].tobytes().decode("utf-8", "surrogatepass")
 
     def __reduce__(self) -> tuple:
-        """Data workers that do not share memory map the file too; without a file they get the arrays."""
+        """Let data workers that do not share memory map the file, too; without a file, they get the arrays."""
         return (Table, (self.images, self.names, self.boxes, self.about)) if self.path is None else (load_table, (self.path,))
 
 
 def save_table(table: Table, file: BinaryIO) -> None:
-    """Write a table into a file that is open for writing: four arrays of numpy's format, the first one is ``about`` as JSON."""
+    """Write a table into a file that is open for writing: four arrays in numpy's format, the first of them ``about`` as JSON."""
     about = np.frombuffer(json.dumps(table.about).encode(), dtype=np.uint8)
     for array in (about, table.images, table.names, table.boxes):
         np.save(file, array, allow_pickle=False)
 
 
 def load_table(path: Path) -> Table:
-    """Map a file of :func:`save_table`, read-only. It is locked, shared, as long as it is mapped: a sign for who would remove it.
+    """Map a file of :func:`save_table`, read-only. While it is mapped, a shared lock warns others not to remove it.
 
     Raises:
-        ValueError: a file that is none of these, or not whole.
+        ValueError: a file of another kind, or an incomplete one.
         OSError: a file that cannot be read.
     """
     arrays = []
@@ -70,7 +70,7 @@ def load_table(path: Path) -> Table:
         with contextlib.suppress(OSError):  # a file system without locks
             if fcntl:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)  # which has the open file, and so the lock, until it ends
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)  # keeps the file open, and so the lock, until it is freed
         for _ in range(4):
             np.lib.format.read_magic(file)
             shape, _, dtype = np.lib.format.read_array_header_1_0(file)

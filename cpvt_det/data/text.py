@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text files as editors and tools write them: one decoder for labels, lists, names, YAML, XML and JSON.
 
-A byte order mark decides about the encoding, then XML's declaration; all else is UTF-8, 16 or 32, which the zero bytes tell apart,
-as in JSON's standard.
+A byte order mark decides the encoding, then XML's declaration. All other text is UTF-8, UTF-16 or UTF-32, told apart by the zero
+bytes, as in JSON's standard.
 """
 
 import json
@@ -15,29 +15,29 @@ from cpvt_det.errors import DataError, first_line
 
 DECLARED = re.compile(rb"""^\s*<\?xml[^>]*?encoding\s*=\s*["']([\w.:-]+)["']""")
 LARGER = {"gb2312": "gb18030", "gbk": "gb18030", "x-gbk": "gb18030"}
-"""Encoding -> one that contains it, and that files of this name are often in. Source: the WHATWG's encoding standard."""
+"""Encoding -> a larger one that contains it, and that files often use instead. Source: the WHATWG's encoding standard."""
 
 
 def decode(content: bytes) -> str:
     """The text of a file's bytes.
 
     Raises:
-        UnicodeDecodeError: bytes that are not of the encoding.
+        UnicodeDecodeError: bytes that are not valid in the encoding.
         LookupError: XML that declares an unknown encoding.
     """
     encoding, declared = json.detect_encoding(content), DECLARED.match(content)
-    if encoding == "utf-8" and declared and not declared[1].lower().startswith(b"utf-16"):  # which has zero bytes
+    if encoding == "utf-8" and declared and not declared[1].lower().startswith(b"utf-16"):  # UTF-16 has zero bytes
         encoding = declared[1].decode().lower()
     return content.decode(LARGER.get(encoding, encoding))
 
 
 def composed(text: str) -> str:
-    """The text in one Unicode form: two forms look the same."""
+    """The text in one Unicode form, because two forms look the same."""
     return unicodedata.normalize("NFC", text)
 
 
 def ends_of(path: Path, size: int) -> str:
-    """The beginning and the end of a file, so many bytes of each, to recognise it by the words in them."""
+    """The beginning and the end of a file, ``size`` bytes of each, to recognise the file by the words in them."""
     with path.open("rb") as file:
         content = file.read(size)
         file.seek(max(size, path.stat().st_size - size))
@@ -60,7 +60,7 @@ def read_text(path: Path) -> str:
 
 
 def numbered_lines(path: Path) -> list[tuple[int, str]]:
-    """The number, from 1, and the text of each line that is not blank, without the blanks around it.
+    """The number, from 1, and the text of each line that is not blank, without surrounding blanks.
 
     Raises:
         DataError: a file that cannot be read, or whose encoding is not known.
@@ -70,7 +70,7 @@ def numbered_lines(path: Path) -> list[tuple[int, str]]:
 
 
 def read_lines(path: Path) -> list[str]:
-    """The text of each line that is not blank, as :func:`numbered_lines`."""
+    """The text of each line that is not blank, as in :func:`numbered_lines`."""
     return [line for _, line in numbered_lines(path)]
 
 

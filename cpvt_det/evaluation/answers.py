@@ -23,10 +23,10 @@ class PostProcessor:
     Args:
         classification: the classification that the model was trained with.
         max_detections: largest number of detections per image.
-        nms: intersection over union above which the worse of two detections of a class gets the score 0; 1: none does.
+        nms: intersection over union above which the worse of two detections of a class gets the score 0; at 1, none does.
 
     Attributes:
-        outputs: names of what :meth:`decode` returns, for exported programs.
+        outputs: names of the outputs of :meth:`decode`, for exported programs.
 
     Raises:
         ValueError: a maximum below 1; ``nms`` not above 0, or above 1.
@@ -62,8 +62,8 @@ class PostProcessor:
         """The best of the last layer's predictions.
 
         Args:
-            predictions: predictions for B images, with boxes relative to the unpadded image; the answers of an exported program,
-                a tuple, are decoded already.
+            predictions: predictions for B images, with boxes relative to the unpadded image; or the output of an exported
+                program, a tuple, which is already decoded.
 
         Returns:
             Boxes (B, n, 4) float, xyxy in [0, 1] of the unpadded image; scores (B, n) float, best first; labels (B, n) int64.
@@ -71,7 +71,7 @@ class PostProcessor:
         return predictions if isinstance(predictions, tuple) else self.rank(predictions)[:3]
 
     def rank(self, predictions: Predictions) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What :meth:`decode` returns, and the query (B, n) int64 of each detection."""
+        """The result of :meth:`decode`, and the query (B, n) int64 of each detection."""
         scores, labels, queries = self.classification.decode(predictions.logits[-1], self.max_detections)
         boxes = predictions.boxes[-1].gather(1, queries[..., None].expand(-1, -1, 4))
         boxes = cxcywh_to_xyxy(boxes).clamp(0, 1)
@@ -85,7 +85,7 @@ class PostProcessor:
 def without_copies(boxes_xyxy: Tensor, scores: Tensor, labels: Tensor, threshold: float) -> Tensor:
     """Scores of detections, 0 for those whose intersection over union with a better one of their class is larger than a threshold.
 
-    A box with the score 0 stands for no other. In n steps, also in exported programs: n is small here.
+    A box that got the score 0 suppresses no other. This takes n steps, also in exported programs, because n is small here.
 
     Args:
         boxes_xyxy: (B, n, 4) float, in any unit.
@@ -112,7 +112,7 @@ class ClassScores:
     outputs = ("scores",)
 
     def decode(self, predictions: ClassLogits | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """(B, K) float scores of the classes, whose sum is 1; an exported program, whose answer is a tuple, gives them itself."""
+        """(B, K) float scores of the classes, whose sum is 1; the output of an exported program, a tuple, already has them."""
         return predictions if isinstance(predictions, tuple) else (predictions.scores(),)
 
 
@@ -145,7 +145,7 @@ def classify(classifier: nn.Module, samples: Sequence[Mapping[str, Any]]) -> lis
 
 @contextlib.contextmanager
 def evaluation_mode(detector: nn.Module) -> Iterator[None]:
-    """Evaluation mode within the block; after it the mode before it, whatever happens."""
+    """Evaluation mode within the block; afterwards the previous mode is restored, even after an error."""
     training = detector.training
     detector.eval()
     try:

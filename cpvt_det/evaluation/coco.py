@@ -42,20 +42,20 @@ class CocoEvaluator(Evaluator):
     """Collects detections image by image, then computes their average precision.
 
     Args:
-        ground_truth: records of the test set, or a COCO dict with ``images``, ``annotations`` and ``categories``, as of
+        ground_truth: records of the test set, or a COCO dict with ``images``, ``annotations`` and ``categories``, as in
             :func:`cpvt_det.evaluation.matches.ground_truth_of`. The dict is copied, not changed.
-        class_ids: the category id in the file of each of the K classes.
-        class_names: the name of each of the K classes.
+        class_ids: category id of each of the K classes in the file.
+        class_names: name of each of the K classes.
         backend: "faster_coco_eval", or "pycocotools", which computes the same metrics more slowly.
-        max_detections: largest number of detections per class and image that count, best first. ``None``: 100, as COCO; all of them
-            where an image of the ground truth has more than 100 objects of a class.
+        max_detections: largest number of detections per class and image that count, best first. ``None``: 100, as in COCO, or all
+            of them if an image of the ground truth has more than 100 objects of a class.
 
     Raises:
         ValueError: ids and names that do not form pairs, or ground truth with other ids.
         UnknownNameError: a backend that does not exist.
 
     Attributes:
-        max_detections: the number; ``None``: all count.
+        max_detections: number of detections that count; ``None`` for all.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class CocoEvaluator(Evaluator):
         limits = [limit for limit in (1, 10) if self.max_detections is None or limit < self.max_detections]
         self._limits = limits + ([COUNTED, None] if self.max_detections is None else [self.max_detections])
         self._image_ids = self._ground_truth.image_ids.tolist()
-        self._matched: tuple[int, Matches | None] = (-1, None)  # of so many images; more may be added
+        self._matched: tuple[int, Matches | None] = (-1, None)  # number of images, and their matches; more may be added
         super().__init__(self._image_ids)
 
     def add(self, image_id: int, detections: Detections) -> None:
@@ -124,18 +124,18 @@ class CocoEvaluator(Evaluator):
 
         Returns:
             ``{"bbox": metrics}`` in percent: "AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100" (the
-            limits of AR follow ``max_detections``; where all detections count, there is "ARall" too), "ARs", "ARm", "ARl" and
-            "AP-<class name>" of each class. A metric is NaN if there is no ground truth for it, and 0 if there is ground truth but
+            limits of AR follow ``max_detections``; if all detections count, there is also "ARall"), "ARs", "ARm", "ARl" and
+            "AP-<class name>" for each class. A metric is NaN if there is no ground truth for it, and 0 if there is ground truth but
             no detection.
         """
         precision, recall = self._match_classes(range(len(self.class_ids)), self._columns())
         return {"bbox": _figures(precision, recall, self.class_names, self._limits)}
 
     def evaluate_together(self) -> dict[str, dict[str, float]]:
-        """The same figures of the detections that process 0 has, with the classes divided among the processes, which all call it.
+        """The same figures for process 0's detections, with the classes divided among all processes, each of which must call it.
 
         Returns:
-            The figures on process 0; an empty dict on the others. Those of a subclass's own :meth:`evaluate` are not divided.
+            The figures on process 0; an empty dict on the others. The work of a subclass's own :meth:`evaluate` is not divided.
         """
         if type(self).evaluate is not CocoEvaluator.evaluate:
             return super().evaluate_together()
@@ -150,7 +150,7 @@ class CocoEvaluator(Evaluator):
         return {"bbox": _figures(precision, recall, self.class_names, self._limits)}
 
     def _match_classes(self, labels: Sequence[int], columns: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """What ``_match`` returns of some classes and their detections; of no class nothing."""
+        """The result of ``_match`` for some classes and their detections; empty arrays for no class."""
         if not labels:
             return np.zeros((10, 101, 0, 4, len(self._limits))), np.zeros((10, 0, 4, len(self._limits)))
         with no_garbage_collection():
@@ -160,20 +160,20 @@ class CocoEvaluator(Evaluator):
             class_ids = [self.class_ids[label] for label in labels]
             sections = {"images": [{"id": i} for i in self._image_ids], "categories": [{"id": i} for i in class_ids]}
             annotations = self._ground_truth.annotations(self.class_ids, labels)
-            most = np.unique(columns[0], return_counts=True)[1].max(initial=0)  # of an image, so of a class in it no more
+            most = np.unique(columns[0], return_counts=True)[1].max(initial=0)  # in one image, so no class in it has more
             limits = [max(COUNTED + 1, int(most)) if limit is None else limit for limit in self._limits]
             precision, recall = _match(self.backend, sections, annotations, detected, limits)
-        order = np.argsort(np.argsort(class_ids))  # the backends have the classes by rising id
+        order = np.argsort(np.argsort(class_ids))  # the backends order classes by ascending id
         return precision[:, :, order], recall[:, order]
 
     def matches(self) -> Matches:
-        """The detections added so far and their objects, matched once for all that ask."""
+        """The detections added so far and their objects, matched only once for all callers."""
         if self._matched[0] < len(self._found):
             self._matched = len(self._found), Matches(self._ground_truth, *self._columns(), self.max_detections)
         return self._matched[1]
 
     def thresholds(self) -> Thresholds:
-        """The score thresholds of the highest F1, of each class and of all together."""
+        """The score thresholds with the highest F1, for each class and for all classes together."""
         curves = self.matches().curves(len(self.class_ids))
         overall, *classes = (curve.best() for curve in (pooled_curve(curves), *curves))
         return Thresholds(overall and overall.threshold, tuple(best and best.threshold for best in classes))
@@ -217,9 +217,9 @@ def _match(
     detected: list[dict[str, Any]],
     max_detections: list[int],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Precision (10 IoUs, 101 recalls, K, 4 areas, limits) and recall (10, K, 4, limits), classes by rising id.
+    """Precision (10 IoUs, 101 recalls, K, 4 areas, limits) and recall (10, K, 4, limits), classes by ascending id.
 
-    -1 means no ground truth. Objects and detections are annotations, ids from 1; the backends write into them.
+    -1 means no ground truth. Objects and detections are annotations with ids from 1; the backends modify them.
     """
     coco_class, eval_class = map(resolve_name, BACKENDS[backend])
     sides = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of an evaluator: what a model answers, image by image, in; figures out."""
+"""The contract of an evaluator: it takes a model's answers image by image, and returns figures."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
@@ -32,12 +32,12 @@ class Evaluator(ABC):
         """The figures by group, such as ``{"bbox": {"AP": ...}}``."""
 
     def evaluate_together(self) -> dict[str, dict[str, float]]:
-        """The same figures in process 0, which has all answers, where several processes share the work and all call it; an empty
-        dict in the others."""
+        """The same figures in process 0, which has all answers; an empty dict in the others. All processes must call it, and may
+        share the work."""
         return self.evaluate() if distributed.rank() == 0 else {}
 
     def thresholds(self) -> Thresholds | None:
-        """The score thresholds that a checkpoint keeps; ``None`` for answers without a threshold."""
+        """The score thresholds to store in a checkpoint; ``None`` for answers without a threshold."""
         return None
 
     def state(self) -> dict[int, Any]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects and detections of a test set as arrays, and who matched whom: thresholds, curves, confusion and report are made of it.
+"""Objects and detections of a test set as arrays, and their matches: the basis of thresholds, curves, confusion and report.
 
-AP itself is computed by the libraries of ``evaluation/coco.py``, not all of which return their matches; the rule is theirs.
+AP itself is computed by the libraries of ``evaluation/coco.py``, not all of which return their matches. The rule here is theirs.
 """
 
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ from cpvt_det.data.table import BOX
 from cpvt_det.evaluation.thresholds import Curve
 
 IOU = 0.5
-"""Smallest IoU of a detection and the object that it may be matched to."""
+"""Smallest IoU at which a detection may be matched to an object."""
 NOTHING = -1
-"""In place of an object: a false detection."""
+"""Marks a false detection, in place of the index of an object."""
 IGNORED = -2
-"""In place of an object: a detection in a crowd, or beyond those that count per class and image."""
+"""Marks a detection in a crowd, or beyond those that count per class and image, in place of the index of an object."""
 COUNTED = 100
-"""Detections per class and image that count, the best ones, as in COCO. Where an image has more objects of a class, all count."""
+"""Number of best detections per class and image that count, as in COCO. If an image has more objects of a class, all count."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class GroundTruth:
 
     Attributes:
         image_ids: (N,) int64.
-        image_of: (A,) int64, rising: index of the image of each object.
+        image_of: (A,) int64, ascending: index of the image of each object.
         objects: (A,) of ``cpvt_det.data.table.BOX``.
     """
 
@@ -49,11 +49,11 @@ class GroundTruth:
 
     @property
     def counted(self) -> int | None:
-        """:data:`COUNTED`; ``None`` where all detections count."""
+        """:data:`COUNTED`; ``None`` if all detections count."""
         return COUNTED if self.most_of_a_class <= COUNTED else None
 
     def annotations(self, class_ids: Sequence[int], labels: Sequence[int]) -> list[dict[str, Any]]:
-        """Objects as COCO's annotations, with ids from 1: 0 means "no match".
+        """Objects as COCO's annotations, with ids from 1, because 0 means "no match".
 
         Args:
             class_ids: category id of each label.
@@ -71,8 +71,8 @@ def ground_truth_of(source: Records | dict[str, Any], class_ids: Sequence[int]) 
     """The ground truth in a data set's records, or in a COCO dict.
 
     Args:
-        source: records; or a dict with ``images``, ``annotations`` and ``categories``. Missing ``iscrowd`` means no crowd, missing
-            ``area`` the area of the box.
+        source: records; or a dict with ``images``, ``annotations`` and ``categories``. A missing ``iscrowd`` means no crowd, a
+            missing ``area`` the area of the box.
         class_ids: category id of each label.
 
     Raises:
@@ -104,22 +104,22 @@ def ground_truth_of(source: Records | dict[str, Any], class_ids: Sequence[int]) 
 class Matches:
     """The objects and the detections of a test set, both image by image, and the object of each detection.
 
-    Detections are matched by falling score, so those of lower scores change nothing: the matches at a score threshold are these, of
-    the detections that pass it.
+    Detections are matched by descending score, so detections with lower scores change nothing. The matches at a score threshold
+    are therefore these matches, of the detections that pass it.
 
     Args:
         truth: images and their objects.
-        image_ids, labels, boxes, scores: of all detections: (n,) int64; (n,) int64 in [0, K); (n, 4) float64, xywh in pixels; (n,)
-            float64.
-        counted: number of detections per class and image that count, the best ones; ``None``: all.
+        image_ids, labels, boxes, scores: arrays with all detections: (n,) int64; (n,) int64 in [0, K); (n, 4) float64, xywh in
+            pixels; (n,) float64.
+        counted: number of best detections per class and image that count; ``None`` for all.
 
     Attributes:
-        image_ids: (N,) int64, rising.
+        image_ids: (N,) int64, ascending.
         record_of: (N,) int64: index of each image in ``truth``.
         objects: (A,) of ``cpvt_det.data.table.BOX``.
-        image_of_object: (A,) int64, rising: index of the image of each object.
-        image_of: (n,) int64, rising: index of the image of each detection. Those of an image are by falling score.
-        labels, boxes, scores: arguments in this order.
+        image_of_object: (A,) int64, ascending: index of the image of each object.
+        image_of: (n,) int64, ascending: index of the image of each detection. Detections of one image are by descending score.
+        labels, boxes, scores: the arguments, in this order.
     """
 
     def __init__(
@@ -141,13 +141,13 @@ class Matches:
         self.labels, self.boxes, self.scores = labels[order], boxes[order], scores[order]
 
     def of_image(self, index: int) -> tuple[slice, slice]:
-        """Which objects and which detections are of an image."""
+        """The ranges of objects and of detections that belong to an image."""
         objects, found = (np.searchsorted(images, (index, index + 1)) for images in (self.image_of_object, self.image_of))
         return slice(*objects.tolist()), slice(*found.tolist())
 
     @cached_property
     def same_class(self) -> np.ndarray:
-        """(n,) int64: the object of its class that each detection found, ``NOTHING`` or ``IGNORED``; as AP counts it."""
+        """(n,) int64: the object of its class that each detection found, ``NOTHING`` or ``IGNORED``; counted as in AP."""
         matched = self._match(same_class=True)
         if self.counted is not None:
             groups = self.image_of * (self.labels.max(initial=0) + 1) + self.labels
@@ -158,7 +158,7 @@ class Matches:
 
     @cached_property
     def any_class(self) -> np.ndarray:
-        """(n,) int64: likewise an object of any class, of all detections; as the confusion matrix counts it."""
+        """(n,) int64: likewise for objects of any class, for all detections; counted as in the confusion matrix."""
         return self._match(same_class=False)
 
     @cached_property
@@ -181,7 +181,7 @@ class Matches:
         return matched
 
     def curves(self, num_classes: int) -> list[Curve]:
-        """The curve of each class, of the detections that count."""
+        """The curve of each class, from the detections that count."""
         taken = np.flatnonzero(self.same_class != IGNORED)
         taken = taken[np.lexsort((-self.scores[taken], self.labels[taken]))]
         parts = np.split(taken, np.searchsorted(self.labels[taken], np.arange(1, num_classes)))
@@ -189,7 +189,7 @@ class Matches:
         return [Curve(count, self.scores[part], self.same_class[part] >= 0) for count, part in zip(counts, parts, strict=True)]
 
     def confusion(self, num_classes: int, threshold: float) -> np.ndarray:
-        """Count objects by their class and by the class of the detection matched to them, whatever its class.
+        """Count objects by their class and by the class of the detection that is matched to them, which may be another one.
 
         Args:
             num_classes: number of classes K.
@@ -197,7 +197,7 @@ class Matches:
 
         Returns:
             (K + 1, K + 1) int64 array: rows are the true classes, columns the detected ones. The last column counts missed objects,
-            the last row detections on no object.
+            the last row detections without an object.
         """
         counts = np.zeros((num_classes + 1, num_classes + 1), dtype=np.int64)
         taken = (self.scores >= threshold) & (self.any_class != IGNORED)
@@ -209,7 +209,7 @@ class Matches:
         return counts
 
     def mistakes(self, threshold: float) -> np.ndarray:
-        """(N, 2) int64: objects of each image without a detection of their class, and detections without an object of theirs.
+        """(N, 2) int64: for each image, objects without a detection of their class, and detections without an object of theirs.
 
         Args:
             threshold: lowest score of the detections that count.
@@ -220,7 +220,7 @@ class Matches:
         return np.stack([np.bincount(which, minlength=len(self.image_ids)) for which in images], axis=1)
 
     def worst(self, threshold: float, most: int) -> list[int]:
-        """Indices of the images with most :meth:`mistakes`, without those that have none; of equal ones, the lower id first."""
+        """Indices of the images with the most :meth:`mistakes`, at least one each; of equal images, the lower id first."""
         total = self.mistakes(threshold).sum(axis=1)
         return [index for index in np.argsort(-total, kind="stable")[:most].tolist() if total[index]]
 
@@ -228,8 +228,8 @@ class Matches:
 def _pair(ious: np.ndarray, crowd: np.ndarray) -> np.ndarray:
     """(n,) int64: index of the object of each detection of an image, ``NOTHING`` or ``IGNORED``, from their (n, G) overlaps.
 
-    In order of falling score, each detection is matched to the free object of largest IoU, if that is at least ``IOU``; else to a
-    crowd, to which any number of detections may be matched.
+    By descending score, each detection is matched to the free object with the largest IoU, if that is at least ``IOU``; otherwise
+    to a crowd, to which any number of detections may be matched.
 
     Source: pycocotools ``cocoeval.py``, ``evaluateImg``.
     """

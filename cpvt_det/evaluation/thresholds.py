@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Precision and recall over the score, and the thresholds of a trained model: from which score on its detections are used."""
+"""Precision and recall over the score, and the score thresholds from which a trained model's detections are used."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 DEFAULT_THRESHOLD = 0.5
-"""The threshold of weights that keep none."""
+"""The threshold for weights that come without one."""
 RECALLS = np.linspace(0, 1, 101)
 """Recall values at which COCO samples the precision."""
 
@@ -30,7 +30,7 @@ class OperatingPoint:
 
 @dataclass
 class Curve:
-    """Detections by falling score, each right or wrong; those in crowds are left out.
+    """Detections by descending score, each right or wrong; those in crowds are left out.
 
     Attributes:
         num_objects: number of objects, without crowds.
@@ -64,7 +64,7 @@ class Curve:
         return float(np.append(envelope, np.zeros(1))[indices].mean())
 
     def best(self) -> OperatingPoint | None:
-        """The threshold of the highest F1, the highest one of several; ``None`` if no detection is right."""
+        """The threshold with the highest F1, the highest of several such thresholds; ``None`` if no detection is right."""
         if not self.num_objects or not self.right.any():
             return None
         ends = np.flatnonzero(np.append(self.scores[1:] != self.scores[:-1], True))  # equal scores pass a threshold together
@@ -82,11 +82,11 @@ def pooled_curve(curves: Sequence[Curve]) -> Curve:
 
 @dataclass(frozen=True)
 class Thresholds:
-    """The thresholds of the highest F1 on the first test set, at IoU 0.5; detections with this score or a higher one count.
+    """The thresholds with the highest F1 on the first test set, at IoU 0.5; detections with this score or a higher one count.
 
     Attributes:
         overall: threshold of all classes together; ``None`` if no detection is right.
-        classes: threshold of each of the K classes; ``None`` for a class of which no detection is right.
+        classes: threshold of each of the K classes; ``None`` for a class without a right detection.
     """
 
     overall: float | None
@@ -98,7 +98,7 @@ class Thresholds:
 
     @classmethod
     def from_state_dict(cls, state: Any, num_classes: int) -> "Thresholds":
-        """The thresholds of :meth:`state_dict`.
+        """The thresholds from the result of :meth:`state_dict`.
 
         Raises:
             ValueError: something else, scores that are not in [0, 1], or another number of classes.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Large images in tiles: which tiles, what is found in each, and how that becomes the detections of the image.
+"""Detection in tiles of large images: choosing the tiles, detecting objects in each, and merging them into those of the image.
 
-Source: SAHI (arXiv 2202.06934), sections 3 and 4: overlapping slices beside the whole image, and merging by intersection over the
-smaller box. Each difference is described where it is made.
+Source: SAHI (arXiv 2202.06934), sections 3 and 4: overlapping slices next to the whole image, and merging by intersection over the
+smaller box. Differences are described where they occur.
 """
 
 import math
@@ -21,14 +21,14 @@ from cpvt_det.structures import Detections
 
 MERGES = ("ios", "nms")
 SMALLEST = 32
-"""Side of the smallest tile in pixels, a cell of a detector's coarsest map: 18,000 tiles of a photograph of 12 megapixels."""
+"""Side of the smallest tile in pixels, a cell of a detector's coarsest map; a 12-megapixel photograph then has 18,000 tiles."""
 SAME = 0.5
 """Overlap above which two detections of one class, from two windows, are one object."""
 NEAR = 0.01
-"""Distance to a border within which a box touches it, as a share of the tile's side: a box that was cut there seldom ends exactly
-on the border."""
+"""Distance to a border within which a box touches it, as a fraction of the tile's side, because a box that was cut there seldom
+ends exactly on the border."""
 CUT = 0.5
-"""Factor on the score of a cut object in the order of merging: another window may show it whole. It is kept as it was found."""
+"""Factor on a cut object's score in the order of merging, as another window may show it whole. The score itself stays."""
 
 
 class Window(NamedTuple):
@@ -45,16 +45,16 @@ class Tiling:
     """How images are cut into tiles, and their detections merged.
 
     Attributes:
-        size: side of a tile in pixels, at least 32; an image that is no larger in height and width is not cut.
-        overlap: smallest part of a tile's side that neighbours have in common, from 0 to below 1. An object no larger than that is
-            whole in one of them.
-        merge: ``nms``: what overlaps by its intersection over union is one object; ``ios``: the same, but where one of the two is
-            cut by its tile, by the intersection over the smaller one.
-        whole: look at the whole image too, for objects that are larger than a tile.
+        size: side of a tile in pixels, at least 32; an image that fits into one tile is not cut.
+        overlap: smallest fraction of a tile's side that neighbouring tiles share, from 0 to below 1. An object no larger than the
+            shared part is whole in one of them.
+        merge: measure of overlap by which two detections are one object. ``nms``: intersection over union; ``ios``: the same, but
+            intersection over the smaller box if one of the two is cut by its tile.
+        whole: whether to look at the whole image, too, for objects that are larger than a tile.
 
     Raises:
-        ValueError: a size that is no whole number or below 32, or an overlap outside [0, 1).
-        UnknownNameError: another way to merge.
+        ValueError: a size that is not a whole number or is below 32, or an overlap outside [0, 1).
+        UnknownNameError: an unknown way to merge.
     """
 
     size: int
@@ -94,18 +94,18 @@ def detect_tiles(
     tiling: Tiling,
     batch_size: int,
 ) -> list[Detections]:
-    """:func:`cpvt_det.evaluation.answers.detect` in tiles.
+    """Apply :func:`cpvt_det.evaluation.answers.detect` in tiles.
 
     Args:
         detector: a detector in evaluation mode.
         postprocess: post-processing for the detector's classification.
         samples: samples with ``image`` as for ``detect``, and ``pixels`` (3, H, W) uint8, the image before ``prepare``.
-        prepare: function that prepares a tile for the detector, as a whole image: resizes it.
-        tiling: sizes of tiles and overlap.
-        batch_size: windows per batch.
+        prepare: function that prepares a tile for the detector as it would a whole image: it resizes it.
+        tiling: how images are cut and detections merged.
+        batch_size: number of windows per batch.
 
     Returns:
-        Detections of each image in its pixels, best first, at most the post-processing's number.
+        Detections of each image in its pixels, best first, at most as many as the post-processing allows.
     """
     windows = [tiling.windows(sample["height"], sample["width"]) for sample in samples]
     jobs = [(sample, window) for sample, parts in zip(samples, windows, strict=True) for window in parts]
@@ -130,17 +130,17 @@ def _view(sample: Mapping[str, Any], window: Window, prepare: Callable[[Tensor],
 def merge_windows(
     found: Sequence[Detections], windows: Sequence[Window], size: tuple[int, int], merge: str, max_detections: int
 ) -> Detections:
-    """Detections of an image's windows -> of the image; each object once.
+    """Merge the detections of an image's windows into detections of the image, each object once.
 
-    By falling score, that of cut objects halved, a detection is kept unless it is the same object as one that is kept already, of
-    its class and from another window: detections of one window are different objects to a DETR. SAHI would suppress these too, and
-    takes the union of what it merges.
+    Detections are visited by descending score, halved for cut objects. Each one stays unless it shows the same object as an earlier
+    one of its class from another window. Within one window, detections are different objects to a DETR; SAHI would suppress these,
+    too, and takes the union of the boxes that it merges.
 
     Args:
         found: detections of each window, on the CPU, boxes in pixels of the window.
-        windows: the windows; detections of a single one are returned as they are.
+        windows: windows of the image; detections of a single window are returned unchanged.
         size: (height, width) of the image.
-        merge: way to merge, as :attr:`Tiling.merge`.
+        merge: way to merge, as in :attr:`Tiling.merge`.
         max_detections: largest number of detections.
 
     Returns:
@@ -159,7 +159,7 @@ def merge_windows(
 
 
 def _touches(boxes_xyxy: Tensor, window: Window, size: tuple[int, int]) -> Tensor:
-    """(n,) bool, whether a box ends at a border of its window that is none of the image's."""
+    """(n,) bool, whether a box ends at a border of its window that is not a border of the image."""
     top, left, height, width = window
     near = torch.tensor([width, height]) * NEAR
     low_is_inside = torch.tensor([left > 0, top > 0])
@@ -172,7 +172,7 @@ def _touches(boxes_xyxy: Tensor, window: Window, size: tuple[int, int]) -> Tenso
 def _choose(
     boxes: np.ndarray, scores: np.ndarray, labels: np.ndarray, is_cut: np.ndarray, origin: np.ndarray, merge: str
 ) -> Tensor:
-    """Indices of the detections that are kept, in the order of the detections.
+    """Indices of the detections to keep, in ascending order.
 
     Args:
         boxes: (n, 4) float64, xyxy in pixels of the image.
@@ -180,7 +180,7 @@ def _choose(
         labels: (n,) int64.
         is_cut: (n,) bool.
         origin: (n,) int64, number of the window.
-        merge: way to merge, as :attr:`Tiling.merge`.
+        merge: way to merge, as in :attr:`Tiling.merge`.
     """
     areas = (boxes[:, 2:] - boxes[:, :2]).prod(1)
     left = np.argsort(-scores * np.where(is_cut, CUT, 1), kind="stable")

@@ -17,9 +17,9 @@ from cpvt_det.evaluation.evaluator import Evaluator
 from cpvt_det.files import atomic_file
 
 BEST = 5
-"""Classes of an image that are kept, best first."""
+"""Number of best classes that are stored for an image."""
 LISTED = 20
-"""Classes, and pairs of them, that a table in the log lists at most."""
+"""Largest number of classes, or of pairs of classes, in a table of the log."""
 Answer = tuple[list[int], list[float]]
 """The best classes of an image, and their scores."""
 
@@ -31,7 +31,7 @@ class ClassEvaluator(Evaluator):
 
     Args:
         records: images of the test set, each with its class as first label.
-        names: the name of each of the K classes.
+        names: name of each of the K classes.
     """
 
     def __init__(self, records: Sequence[ImageRecord], names: Sequence[str]):
@@ -48,8 +48,8 @@ class ClassEvaluator(Evaluator):
             scores: (K,) float.
 
         Raises:
-            ValueError: an image that is unknown or was already added; another number of scores, or scores that are not finite: NaN
-                has no order.
+            ValueError: an image that is unknown or was already added; a wrong number of scores, or scores that are not finite,
+                because NaN has no order.
         """
         self.check_new(image_id)
         if scores.shape != (len(self.names),) or not scores.isfinite().all():
@@ -64,8 +64,8 @@ class ClassEvaluator(Evaluator):
         """Compare the answers with the classes.
 
         Returns:
-            ``{"classes": figures}`` in percent: ``top1``, ``top1_class_mean`` (the mean over classes of the share of their images),
-            ``top5``, and ``top1-<class name>`` of each class, NaN where it has no image.
+            ``{"classes": figures}`` in percent: ``top1``, ``top1_class_mean`` (the mean of the classes' own ``top1``), ``top5``,
+            and ``top1-<class name>`` of each class, NaN for a class without images.
         """
         labels = np.array([*self._labels.values()])
         best = [self._found.get(image_id, ([], []))[0] for image_id in self._labels]
@@ -78,7 +78,7 @@ class ClassEvaluator(Evaluator):
         return {"classes": figures}
 
     def confusion(self) -> np.ndarray:
-        """(K, K) int64: images by their class (rows) and the best class found for them (columns); without images never added."""
+        """(K, K) int64: number of images by class (rows) and best class found (columns), without images that were never added."""
         counts = np.zeros((len(self.names), len(self.names)), dtype=np.int64)
         for image_id, (best, _) in self._found.items():
             counts[self._labels[image_id], best[0]] += 1
@@ -96,7 +96,7 @@ class ClassEvaluator(Evaluator):
 
 
 def format_accuracies(results: Mapping[str, Mapping[str, float]]) -> str:
-    """The figures of :meth:`ClassEvaluator.evaluate` as text; of many classes, those with the lowest accuracies."""
+    """The figures of :meth:`ClassEvaluator.evaluate` as text; if there are many classes, only those with the lowest accuracies."""
     figures = results["classes"]
     classes = [(name.partition("-")[2], value) for name, value in figures.items() if name.startswith("top1-")]
     several = [name for name in figures if not name.startswith("top1-")]

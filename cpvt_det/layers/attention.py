@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention, batch first: multi-head on ``scaled_dot_product_attention``, and multi-scale deformable."""
+"""Attention, batch first: multi-head attention by ``scaled_dot_product_attention``, and multi-scale deformable attention."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,12 +13,12 @@ from cpvt_det.ops.deformable_attention import IMPLEMENTATIONS, ms_deform_attn
 from cpvt_det.structures import Levels, has_padding, require_bool
 
 Place = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]]
-"""Projected queries and keys (B, M, N, C / M) -> the same turned, and what is added to their scores: a position encoding's
-``place`` for one layer."""
+"""A position encoding's ``place`` for one layer: projected queries and keys (B, M, N, C / M) -> the same after a rotation, and a
+bias that is added to their scores."""
 
 
 class Attention(nn.Module):
-    """Multi-head attention that spends one matrix product on inputs that queries, keys and values share.
+    """Multi-head attention with a single matrix product for inputs that queries, keys and values share.
 
     Parameters have the names, shapes and initial values of ``nn.MultiheadAttention``, so official state dicts fit.
 
@@ -56,22 +56,22 @@ class Attention(nn.Module):
         attention_mask: Tensor | None = None,
         place: Place | None = None,
     ) -> Tensor:
-        """Attend. Pass the same object twice where two inputs are the same: it is projected in one product.
+        """Attend. If two inputs are the same, pass the same object twice: it is then projected in one product.
 
         Args:
             queries: (B, Q, C) float.
             keys: (B, N, C) float.
             values: (B, N, C) float.
-            padding_mask: (B, N) bool, True = padded: keys that no query sees. An image needs one valid key.
+            padding_mask: (B, N) bool, True = padded: keys that no query sees. Every image needs a valid key.
             attention_mask: float, of a shape that broadcasts to (B, M, Q, N), added to the scores; -inf hides a key from a query.
-                Each query needs one key.
-            place: what a position encoding does here, of which the bias takes the place of ``attention_mask``.
+                Every query needs a key.
+            place: function of a position encoding, whose bias replaces ``attention_mask``.
 
         Returns:
             (B, Q, C).
 
         Raises:
-            TypeError: an attention mask that is not float; the two meanings of a bool one are opposites.
+            TypeError: an attention mask that is not float; a bool mask could have two opposite meanings.
         """
         if attention_mask is not None and not attention_mask.is_floating_point():
             raise TypeError(f"attention_mask is added to the scores and must be float, got {attention_mask.dtype}")
@@ -109,13 +109,14 @@ class DeformableAttention(nn.Module):
         channels: C, a multiple of ``num_heads``.
         num_heads: M.
         num_levels: L.
-        num_points: P, or one for each level.
+        num_points: P, or a number for each level.
         implementation: implementation of the op, as in :func:`ms_deform_attn`.
-        has_projections: ``False``: tokens are the values, and what is sampled is the answer, as in D-FINE.
+        has_projections: whether values and output are projected; ``False``: values are the tokens, and the samples the output, as
+            in D-FINE.
 
     Raises:
         ValueError: channels that the heads do not divide, no level, or no point.
-        UnknownNameError: an implementation of another name.
+        UnknownNameError: an unknown implementation.
 
     Source: arXiv 2010.04159, equation 3; names and initial values as in fundamentalvision/Deformable-DETR.
     """
@@ -146,7 +147,7 @@ class DeformableAttention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Every head looks in a direction of its own, its points 1 to P cells away, with equal weights."""
+        """Let every head look in its own direction, at points 1 to P cells away, with equal weights."""
         heads = self.samples[0]
         angle = torch.arange(heads) * (2 * math.pi / heads)
         direction = torch.stack((angle.cos(), angle.sin()), dim=-1)
@@ -166,8 +167,8 @@ class DeformableAttention(nn.Module):
 
         Args:
             queries: (B, Q, C) float.
-            reference_points: (B, Q, L, 2 or 4) float, xy or cxcywh in [0, 1] of the padded map. Offsets are in cells around a
-                point, in halves of a P-th of the sides around a box.
+            reference_points: (B, Q, L, 2 or 4) float, xy or cxcywh in [0, 1] of the padded map. Around a point, offsets are in
+                cells; around a box, in halves of a P-th of its sides.
             tokens: (B, N, C) float.
             levels: layout of the tokens; padded ones count as zeros.
 
@@ -187,9 +188,9 @@ class DeformableAttention(nn.Module):
         return self.output_proj(ms_deform_attn(values, levels.shapes, *sampled, self.implementation))
 
     def sample(self, queries: Tensor, reference_points: Tensor, levels: Levels) -> tuple[Tensor, Tensor]:
-        """Where the queries look, (B, Q, M, L, P, 2), and the weights of what is there, (B, Q, M, L, P); arguments as in a call.
+        """The points that queries look at, (B, Q, M, L, P, 2), and their weights, (B, Q, M, L, P); arguments as in a call.
 
-        A level with fewer points than P has some without weight.
+        A level with fewer points than P is filled up with points without weight.
         """
         heads, num_levels, points = self.samples
         offsets = self.sampling_offsets(queries).unflatten(-1, (heads, -1))  # (B, Q, M, L * P * 2)
@@ -207,8 +208,8 @@ class DeformableAttention(nn.Module):
         return torch.stack(locations, -3), torch.stack([F.pad(part, (0, points - part.shape[-1])) for part in by_level[1]], -2)
 
     def _at_points(self, x: Tensor, half_a_share: bool = False) -> Tensor:
-        """(..., L, 2) -> (..., 1, L * P * 2): of every point, for all heads, in rows that are quick to add and multiply; as they
-        are, or times half of a P-th."""
+        """(..., L, 2) -> (..., 1, L * P * 2): numbers of levels repeated for every point, for all heads, in rows that are quick to
+        add and multiply; unchanged, or times half of a P-th."""
         points = self.samples[2]
         if self.points == (points,) * len(self.points):
             x = x * (0.5 / points) if half_a_share else x

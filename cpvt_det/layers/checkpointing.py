@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activations that are computed again in the backward pass instead of being kept."""
+"""Activations that are recomputed in the backward pass instead of being stored."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -12,13 +12,13 @@ from torch.utils.checkpoint import checkpoint
 
 
 def recomputed(function: Callable[..., Any], *args: Any) -> Any:
-    """``function(*args)``, of whose tensors only the arguments are kept. Dropout draws the same, and norms count a batch once.
+    """Call ``function(*args)``, storing only the arguments for backward. Dropout repeats its draws; norms count a batch once.
 
     Args:
         function: a module, or a function with the modules it calls among its arguments.
         args: arguments of the call.
     """
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # a compiler chooses itself what to keep
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # a compiler chooses itself what to store
         return function(*args)
     modules = [part for part in (function, *args) if isinstance(part, nn.Module)]
     return checkpoint(
@@ -28,12 +28,12 @@ def recomputed(function: Callable[..., Any], *args: Any) -> Any:
 
 @contextlib.contextmanager
 def _counted_already(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Batch norms inside normalise by the batch, as before, and leave their running statistics."""
+    """Within this block, batch norms normalise by the batch, as before, but do not change their running statistics."""
     parts = [part for module in modules for part in module.modules()]
     norms = [part for part in parts if isinstance(part, _BatchNorm) and part.training and part.track_running_stats]
     before = [(norm, norm.momentum, norm.num_batches_tracked.clone()) for norm in norms]
     for norm in norms:
-        norm.momentum = 0.0  # switched off by their own flag, torch's norms would keep other tensors than before
+        norm.momentum = 0.0  # switched off by their own flag, torch's norms would store different tensors
     try:
         yield
     finally:

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stochastic depth: in training, an image now and then skips a part of a layer."""
+"""Stochastic depth: in training, images skip a part of a layer at random."""
 
 from torch import Tensor, nn
 
 
 class DropPath(nn.Module):
-    """What a residual adds is left out for some images of a batch, and larger in proportion for the others.
+    """Leaves out a residual branch for some images of a batch, and scales it up in proportion for the others.
 
     Args:
-        probability: probability that an image's part is left out.
+        probability: probability that the branch is left out for an image.
 
     Raises:
         ValueError: a probability outside [0, 1).
 
-    Source: arXiv 1603.09382; per image and divided by what is kept, as in DeiT (arXiv 2012.12877).
+    Source: arXiv 1603.09382; per image and divided by the share that is kept, as in DeiT (arXiv 2012.12877).
     """
 
     def __init__(self, probability: float = 0.0):

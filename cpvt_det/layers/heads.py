@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads: from decoded queries to logits and boxes, in full precision whatever autocast says."""
+"""Heads: from decoded queries to logits and boxes, in full precision even under autocast."""
 
 import contextlib
 import itertools
@@ -36,7 +36,7 @@ class Heads:
             decoded: (..., Q, C) float, queries after a decoder layer, or after all of them.
             references: (..., Q, 2) points or (..., Q, 4) boxes in [0, 1], which the box head corrects; ``None``: it predicts
                 boxes by itself.
-            layer: index of the decoder layer, where each has heads of its own.
+            layer: index of the decoder layer, used if layers have their own heads.
 
         Returns:
             Logits (..., Q, K') and boxes (..., Q, 4), in float32 at least.
@@ -59,7 +59,7 @@ class Heads:
 
 
 def _of_layer(heads: nn.Module, layer: int) -> nn.Module:
-    """The head of a layer, where each may have its own."""
+    """The head of a layer; each layer may have its own."""
     return heads[min(layer, len(heads) - 1)] if isinstance(heads, nn.ModuleList) else heads
 
 
@@ -67,7 +67,7 @@ class MLP(nn.Module):
     """Linear layers with ReLU between them.
 
     Args:
-        channels: the width before, between and after the layers.
+        channels: widths before, between and after the layers.
     """
 
     def __init__(self, *channels: int):
@@ -82,9 +82,9 @@ class MLP(nn.Module):
 
 
 def class_head(channels: int, num_logits: int, prior_probability: float | None) -> nn.Linear:
-    """A linear head that starts, where it is a head of sigmoids, with every class at ``prior_probability``.
+    """A linear head; a ``prior_probability``, as for sigmoids, is where every class starts.
 
-    So the many negatives do not swamp the first steps.
+    This keeps the many negatives from swamping the first steps.
     """
     head = nn.Linear(channels, num_logits)
     if prior_probability is not None:
@@ -93,9 +93,9 @@ def class_head(channels: int, num_logits: int, prior_probability: float | None) 
 
 
 def box_head(channels: int, log_size: float, outputs: int = 4) -> MLP:
-    """A box head that starts with no correction of the centre and ``log_size`` before the sigmoid for both sides.
+    """A box head that starts without a correction of the centre, and with ``log_size`` for both sides, before the sigmoid.
 
-    Other ``outputs`` than the four numbers of a box, with a ``log_size`` of 0, start at zero.
+    With ``outputs`` other than the four numbers of a box and a ``log_size`` of 0, all outputs start at zero.
     """
     head = MLP(channels, channels, channels, outputs)
     nn.init.zeros_(head.layers[-1].weight)
@@ -110,9 +110,10 @@ def full_precision(x: Tensor) -> Tensor:
 
 
 def without_autocast(x: Tensor) -> contextlib.AbstractContextManager:
-    """Within the block, what is computed on the device of ``x`` has the dtype of its inputs.
+    """Within the block, results computed on the device of ``x`` have the dtype of their inputs.
 
-    Nothing where autocast is off: in an exported program the block would be a graph of its own, and tracing it twice as long.
+    It does nothing if autocast is off: in an exported program the block would be a graph of its own, and tracing would take twice
+    as long.
     """
     device = x.device.type
     is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Norms for padded maps, by the names that configs use.
 
-A padded batch normalised over all its cells depends on how much padding it got: with much of it the zeros dominate mean and
-variance. The norms here count valid cells alone.
+If a padded batch is normalised over all its cells, the result depends on the amount of padding: with much of it, the zeros dominate
+mean and variance. The norms here count only valid cells.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ class MaskedBatchNorm2d(nn.BatchNorm2d):
     """Batch norm whose statistics come from valid cells only.
 
     Weights, running statistics and state dict are those of ``nn.BatchNorm2d``; in evaluation, so is the arithmetic. With one
-    valid cell the variance is 0 and the running variance takes it without the factor n / (n - 1); with none the running
+    valid cell the variance is 0, and enters the running variance without the factor n / (n - 1). With no valid cell the running
     statistics do not change.
     """
 
@@ -34,7 +34,7 @@ class MaskedBatchNorm2d(nn.BatchNorm2d):
             valid: (B, 1, H, W) bool, True = counted; ``None`` counts every cell.
 
         Returns:
-            (B, C, H, W), every cell normalised, padded ones with the statistics of the valid.
+            (B, C, H, W), every cell normalised, padded cells with the statistics of the valid ones.
         """
         if not self.training:
             return super().forward(x)
@@ -54,10 +54,10 @@ class MaskedBatchNorm2d(nn.BatchNorm2d):
         return out
 
     def _over_all(self, x: Tensor) -> Tensor:
-        """torch's own, of rows: of a channels-last view of width 1 torch 2.15 gives a wrong gradient, on a CPU and without a word.
+        """torch's own batch norm, on rows: for a channels-last view of width 1, torch 2.15 silently gives a wrong gradient on CPUs.
 
-        Other maps whose channels come first are taken as they are: their rows would be a copy, and a third of a network's time.
-        Autograd keeps the running statistics that it is given, and those of ours change in place: so, copies.
+        Other maps with channels first are used directly: their rows would be a copy, which takes a third of a network's time.
+        Autograd stores the running statistics that it is given. Ours change in place, so it gets copies.
         """
         mean, variance = self.running_mean.clone(), self.running_var.clone()
         is_plain = x.ndim == 4 and x.shape[-1] > 1 and x.is_contiguous() and not x.is_contiguous(memory_format=torch.channels_last)
@@ -82,7 +82,7 @@ class MaskedGroupNorm(nn.GroupNorm):
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
         """Normalise; arguments and result as in :meth:`MaskedBatchNorm2d.forward`."""
-        if valid is None and x[0].numel() == self.num_groups:  # one number a group, which torch's own refuses in training
+        if valid is None and x[0].numel() == self.num_groups:  # one number per group, which torch's own refuses in training
             valid = x.new_ones(x[:, :1].shape)
         if valid is None:
             # torch 2.15's CPU kernel for channels_last loses digits where a mean is large: errors of 3e-4 instead of 4e-6.
@@ -106,14 +106,14 @@ class NoNorm(nn.Identity):
 
 
 def make_norm(name: str, channels: int) -> nn.Module:
-    """A norm for (B, C, H, W) maps, called with the map and, where cells are padded, the mask of the valid ones.
+    """A norm for (B, C, H, W) maps, called with the map and, if cells are padded, the mask of the valid cells.
 
     Args:
         name: ``BN``, ``SyncBN``, ``GN`` (32 groups, or as many as divide the channels) or ``none``.
         channels: C.
 
     Raises:
-        UnknownNameError: another name.
+        UnknownNameError: an unknown name.
     """
     if name not in NORMS:
         raise UnknownNameError("norm", name, NORMS)
@@ -122,7 +122,7 @@ def make_norm(name: str, channels: int) -> nn.Module:
 
 @torch.no_grad()
 def fold_norm(convolution: nn.Conv2d, norm: nn.BatchNorm2d) -> None:
-    """Make the norm after a convolution a part of its weight and bias, in place, for inference.
+    """Fold the norm after a convolution into its weight and bias, in place, for inference.
 
     Args:
         convolution: convolution with or without a bias.
@@ -146,31 +146,31 @@ NORM_LAYERS: dict[str, Callable[[int], nn.Module]] = {
     "GN": lambda channels: MaskedGroupNorm(group_count(channels), channels),
     "none": lambda channels: NoNorm(),
 }
-"""Every norm by its name in a config -> builder from the number of channels."""
+"""Name of a norm in a config -> function that builds it for a number of channels."""
 NORMS = ("BN", "SyncBN", "GN", "none")
 BACKBONE_NORMS = ("FrozenBN", "BN", "SyncBN", "GN")
 
 
 class _Normalise(torch.autograd.Function):
-    """Batch norm over the cells that count; every cell is normalised. Half precision is summed in float32.
+    """Batch norm with the statistics of the cells that count; every cell is normalised. Half precision is summed in float32.
 
-    Written out, because autograd's own would keep four maps for the backward pass instead of one.
+    The gradient is written out, because autograd would store four maps for the backward pass instead of one.
     """
 
     @staticmethod
     def forward(ctx, x: Tensor, valid: Tensor, weight: Tensor, bias: Tensor, eps: float, over_processes: bool):
-        """Arguments as in :meth:`MaskedBatchNorm2d.forward`; beside the result mean (C,), biased variance (C,) and count ()."""
+        """Arguments as in :meth:`MaskedBatchNorm2d.forward`; returns the result, mean (C,), biased variance (C,) and count ()."""
         rows = _rows(x)
         counted = _rows(valid.to(rows.dtype))
         count = counted.sum()
         safe = count.clamp(min=1)
         mean = (rows * counted).sum(0) / safe
-        # Two passes: the mean of squares less the square of the mean cancels in float32.
+        # Two passes: the mean of squares minus the square of the mean cancels in float32.
         variance = ((rows - mean).square_() * counted).sum(0) / safe
         if over_processes:
             mean, variance, count = _over_processes(mean, variance, count)
         inverse = torch.rsqrt(variance + eps).to(rows.dtype)
-        # Not of the rows: their view of a map could not be written to in place, as the backbone does.
+        # Not from the rows: a map that is a view of them could not be written to in place, as the backbone does.
         centred = x.to(rows.dtype) - mean.to(rows.dtype)[:, None, None]
         out = torch.addcmul(bias[:, None, None], centred, (weight * inverse)[:, None, None]).to(x.dtype)
         ctx.save_for_backward(x, valid, weight, mean.to(rows.dtype), inverse, count)
@@ -193,14 +193,14 @@ class _Normalise(torch.autograd.Function):
 
 
 def _rows(x: Tensor) -> Tensor:
-    """(B, C, H, W) -> (B * H * W, C), of a channels-last map without a copy; sums over its rows are the fastest there are."""
+    """(B, C, H, W) -> (B * H * W, C), without a copy for a channels-last map; sums are fastest over such rows."""
     return x.movedim(1, -1).reshape(-1, x.shape[1]).to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _over_processes(mean: Tensor, variance: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Join the statistics of all processes by one all-reduce of sum, sum of squares and count.
 
-    In float64, since here one pass has to do; a process without a valid cell adds nothing.
+    In float64, because the one-pass formula cancels in float32; a process without a valid cell adds nothing.
     """
     mean, variance, count = mean.double(), variance.double(), count.double()
     sums = distributed.all_reduce_sum(torch.cat((count * mean, count * (variance + mean.square()), count[None])))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kinds of classification. Each owns its loss, its matching cost and its score decoding, which have to agree."""
+"""Kinds of classification. Each owns its loss, its matching cost and its score decoding, which must agree."""
 
 import math
 from typing import Any
@@ -16,15 +16,15 @@ CLASSIFICATION_REGISTRY = PartRegistry("CLASSIFICATION", "classification")
 """``MODEL.CRITERION.CLASSIFICATION.NAME`` -> builder, called with ``num_classes`` and the other keys of the node.
 
 The contract is that of :class:`SoftmaxClassification`: ``num_classes``, ``num_logits``, ``prior_probability``, ``cost``, ``loss``,
-``normalizer``, ``decode`` and ``predicted_object``, which have to agree with each other. One with ``uses_overlaps`` gets the
-overlaps of boxes too, as a third argument of ``cost`` and of ``loss``, as in ``losses/overlap_classification.py``.
+``normalizer``, ``decode`` and ``predicted_object``, which must agree with each other. A classification with ``uses_overlaps`` also
+gets the overlaps of boxes, as a third argument of ``cost`` and of ``loss``, as in ``losses/overlap_classification.py``.
 """
-SOFTPLUS_IS_LINEAR = 40.0  # from here on to the last digit of float64; torch's own 20 is for float32
+SOFTPLUS_IS_LINEAR = 40.0  # linear from here on to the last digit of float64; torch's own 20 is for float32
 
 
 @CLASSIFICATION_REGISTRY.register_as("softmax")
 class SoftmaxClassification:
-    """One class of K or none of them: K + 1 logits, the last for "no object".
+    """One of K classes or none: K + 1 logits, the last for "no object".
 
     Args:
         num_classes: K.
@@ -46,7 +46,7 @@ class SoftmaxClassification:
         self.background_weight = background_weight
 
     def cost(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The cost of giving a query a target, up to a constant.
+        """The cost of assigning a target to a query, up to a constant.
 
         Args:
             logits: (D, B, Q, K + 1) float.
@@ -77,11 +77,11 @@ class SoftmaxClassification:
         return PrecomputedGradient.apply(logits, losses.sum((1, 2, 3)), slopes)
 
     def normalizer(self, num_matched: Tensor, num_unmatched: Tensor, num_boxes: Tensor) -> Tensor:
-        """The sum of the weights of all queries: the loss is a weighted mean."""
+        """The sum of the weights of all queries, so that the loss is a weighted mean."""
         return num_matched + self.background_weight * num_unmatched
 
     def decode(self, logits: Tensor, max_detections: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Every query's best class; the best queries of each image.
+        """Every query's best class, for the best queries of each image.
 
         Args:
             logits: (B, Q, K + 1) float.
@@ -100,7 +100,7 @@ class SoftmaxClassification:
 
 
 class SigmoidClassification:
-    """What kinds of K independent sigmoids share.
+    """Base class of all classifications by K independent sigmoids.
 
     Args:
         num_classes: K.
@@ -151,13 +151,13 @@ class FocalClassification(SigmoidClassification):
         self.gamma = gamma
 
     def cost(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The focal loss of a positive less that of a negative; arguments as in :meth:`SoftmaxClassification.cost`."""
+        """The focal loss of a positive minus that of a negative; arguments as in :meth:`SoftmaxClassification.cost`."""
         return focal_cost(pick_classes(logits, labels).sigmoid_(), self.alpha, self.gamma)
 
     def loss(self, logits: Tensor, classes: Tensor) -> Tensor:
         """The focal loss, summed; arguments as in :meth:`SoftmaxClassification.loss`.
 
-        All logits are taken for negatives first, then the few that are not are set right; layer by layer, which fits a cache.
+        All logits are first taken for negatives, then the few positives are corrected. One layer at a time fits into a cache.
         """
         classes = classes[..., None]
         is_object, own = classes != self.num_classes, classes.clamp(max=self.num_classes - 1)
@@ -187,7 +187,7 @@ class FocalClassification(SigmoidClassification):
 
 
 class PrecomputedGradient(torch.autograd.Function):
-    """Sums (D,) over logits (D, ...) whose slopes, of the logits' shape, were worked out along with them: nothing else is kept."""
+    """Sums (D,) over logits (D, ...) with precomputed slopes, of the logits' shape; only the slopes are stored for backward."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, sums: Tensor, slopes: Tensor) -> Tensor:
@@ -205,7 +205,7 @@ Classification = SoftmaxClassification | SigmoidClassification
 
 
 def make_classification(name: str, num_classes: int, **options: float) -> Classification:
-    """The classification of this name.
+    """The classification with this name.
 
     Raises:
         UnknownNameError: a name that is not registered.
@@ -214,7 +214,7 @@ def make_classification(name: str, num_classes: int, **options: float) -> Classi
 
 
 def require_between(name: str, value: float, low: float, high: float = math.inf) -> None:
-    """Refuse a number out of its range, with both ends.
+    """Refuse a number outside its range; both ends are allowed.
 
     Raises:
         ValueError: such a number, or NaN.
@@ -225,7 +225,7 @@ def require_between(name: str, value: float, low: float, high: float = math.inf)
 
 
 def focal_cost(probability: Tensor, alpha: float = defaults.FOCAL_ALPHA, gamma: float = defaults.FOCAL_GAMMA) -> Tensor:
-    """The focal loss of a positive of this probability less that of a negative, of the same shape; without gradient."""
+    """The focal loss of a positive of this probability minus that of a negative, of the same shape, without gradient."""
     rest = 1 - probability
     minus_positive = (probability + 1e-8).log_().mul_(rest**gamma)
     minus_negative = (rest + 1e-8).log_().mul_(probability**gamma)
@@ -235,8 +235,8 @@ def focal_cost(probability: Tensor, alpha: float = defaults.FOCAL_ALPHA, gamma: 
 def softplus(x: Tensor) -> Tensor:
     """-log(1 - p) for p = sigmoid(x), without gradient.
 
-    max(x, 0) + log(1 + y) for y = exp(-abs(x)). On a CPU, where torch's ``log1p`` with AVX-512 takes ten times as long as its
-    ``log``, that is log(u) - ((u - 1) - y) / u for u = 1 + y: the quotient is what was lost in the rounding of u.
+    It is max(x, 0) + log(1 + y) for y = exp(-abs(x)). On a CPU, torch's ``log1p`` with AVX-512 takes ten times as long as its
+    ``log``; there log(1 + y) is computed as log(u) - ((u - 1) - y) / u for u = 1 + y. The quotient corrects the rounding of u.
     """
     if x.device.type != "cpu":
         return F.softplus(x, threshold=SOFTPLUS_IS_LINEAR)

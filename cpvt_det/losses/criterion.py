@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matched pairs -> losses, over all decoder layers at once.
 
-Place in the pipeline: after ``losses/matcher.py``, the end of training.
+Place in the pipeline: after ``losses/matcher.py``, the last step in training.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +17,7 @@ from cpvt_det.losses.terms import LOSS_REGISTRY, Loss, Matched, Normalizers
 from cpvt_det.structures import PROPOSAL_LABEL, Predictions, Targets
 
 Group = tuple[Predictions, PaddedTargets, Matches, Normalizers]
-"""Predictions and what their losses are made of: the arguments of :meth:`SetCriterion.losses_by_layer`."""
+"""Predictions and the other arguments of :meth:`SetCriterion.losses_by_layer`."""
 
 Unmatched = tuple[Predictions, PaddedTargets, Normalizers]
 """The same before matching."""
@@ -29,8 +29,9 @@ class Losses:
 
     Attributes:
         losses: name -> scalar, weighted and summed over layers; their sum is the objective.
-        metrics: name -> scalar, logged and in no loss.
-        finite: (B,) bool, whether all predictions for an image are finite. Where one is not, the losses mean nothing.
+        metrics: name -> scalar, logged only and part of no loss.
+        finite: (B,) bool, whether all predictions for an image are finite. If any image has one that is not, the losses are
+            meaningless.
     """
 
     losses: dict[str, Tensor]
@@ -42,18 +43,18 @@ class SetCriterion:
     """DETR's set loss.
 
     Args:
-        matcher: matcher of predictions and targets; its classification is the loss's too.
+        matcher: matcher of predictions and targets; the loss uses the same classification.
         class_weight, l1_weight, giou_weight: weights of the three losses of DETR, the same in every layer; 0 leaves one out.
-        proposal_matches: proposals that each object is matched with; more than one give every object more to learn from.
-        hybrid_matches: queries of the hybrid branch that each object is matched with.
+        proposal_matches: number of proposals that each object is matched with; more than one give a stronger training signal.
+        hybrid_matches: number of queries of the hybrid branch that each object is matched with.
         losses: further losses, name -> (weight, function); the contract is that of :data:`LOSS_REGISTRY`.
-        one_to_many: matcher of ``Predictions.one_to_many``, whose losses are divided by the same numbers as the queries' own.
-        many_class_weight: weight of their class loss, 0 leaves it out.
+        one_to_many: matcher of ``Predictions.one_to_many``, whose losses have the same divisors as those of the queries.
+        many_class_weight: weight of the class loss of ``Predictions.one_to_many``; 0 leaves it out.
 
     Raises:
-        ValueError: fewer matches than one, a weight below 0, or one of the three losses given twice.
+        ValueError: fewer than one match, a weight below 0, or one of the three losses given twice.
 
-    Source: arXiv 2005.12872, section 3.1 and equation 2; more matches than one, by repeated objects, from arXiv 2207.13080.
+    Source: arXiv 2005.12872, section 3.1 and equation 2; several matches per object, by repeating it, from arXiv 2207.13080.
     """
 
     def __init__(
@@ -98,11 +99,11 @@ class SetCriterion:
             normalizers: divisors of the whole step, if this batch is a part of it; ``None``: those of this batch.
 
         Returns:
-            ``loss_class``, ``loss_l1``, ``loss_giou`` and further ones; of proposals, where there are any,
-            ``loss_proposal_class`` and so on, with one class for every object; of denoising queries ``loss_denoising_class`` and so
-            on, of the hybrid branch ``loss_hybrid_class``, of the one-to-many supervision ``loss_many_class``; and
-            ``metric_class_error`` (percent of matched queries with the wrong class), ``metric_cardinality_error`` (mean difference
-            of the counts of objects), both of the last layer.
+            ``loss_class``, ``loss_l1``, ``loss_giou`` and further losses. Proposals, if there are any, add ``loss_proposal_class``
+            and so on, with one class for every object; denoising queries add ``loss_denoising_class`` and so on, the hybrid branch
+            ``loss_hybrid_class``, and the one-to-many supervision ``loss_many_class``. The metrics are ``metric_class_error``
+            (percent of matched queries with the wrong class) and ``metric_cardinality_error`` (mean difference of the counts of
+            objects), both of the last layer.
         """
         padded = PaddedTargets.from_targets(targets, predictions.boxes.dtype)
         if normalizers is None:
@@ -126,19 +127,19 @@ class SetCriterion:
             for name, values in self.losses_by_layer(*group, weights).items():
                 losses[name.replace("loss_", prefix)] = weights[name] * values.sum()
             logits, boxes = group[0].logits.detach(), group[0].boxes.detach()
-            finite.append((logits.sum((0, 2, 3)) + boxes.sum((0, 2, 3))).isfinite())  # a sum is finite where all its terms are
+            finite.append((logits.sum((0, 2, 3)) + boxes.sum((0, 2, 3))).isfinite())  # a sum is finite if all its terms are
         return Losses(losses, self._metrics(predictions, padded, matches[0]), torch.stack(finite).all(0))
 
     def normalizers(self, targets: Sequence[Targets], num_queries: int) -> Normalizers:
-        """The divisors for the images of one step, of which each process calls with its own.
+        """The divisors for the images of one step; each process calls it with its own images.
 
-        A process's gradient is averaged with the others', so each divisor is the total over its share, 1 / processes: then the
-        mean over processes is the loss of the whole batch in one process. Boxes count at least 1.
+        Gradients are averaged over the processes, so each divisor is the total divided by the number of processes. The mean over
+        processes is then the loss of the whole batch in one process. The number of boxes is taken as at least 1.
         """
         boxes = [len(target.labels) for target in targets]
         matched = sum(min(count, num_queries) for count in boxes)
         counts = torch.tensor([sum(boxes), matched, len(targets) * num_queries - matched], dtype=torch.float64)
-        counts = counts.to(targets[0].labels.device, non_blocking=True)  # made there, the host would wait for the device
+        counts = counts.to(targets[0].labels.device, non_blocking=True)  # if made there, the host would wait for the device
         total_boxes, total_matched, total_unmatched = distributed.all_reduce_sum(counts)
         total_boxes = total_boxes.clamp(min=1)
         classes = self.classification.normalizer(total_matched, total_unmatched, total_boxes)
@@ -146,7 +147,7 @@ class SetCriterion:
         return Normalizers(total_boxes / share, classes / share, (total_matched / share, total_unmatched / share))
 
     def _of_proposals(self, proposals: Predictions, targets: Sequence[Targets], normalizers: Normalizers) -> Unmatched:
-        """Proposals and what they are compared with: all objects are of one class, or of their own."""
+        """Proposals and their targets, in which all objects have one class, or their own if the proposals have classes."""
         if not proposals.by_class:
             targets = [Targets(torch.full_like(target.labels, PROPOSAL_LABEL), target.boxes_cxcywh) for target in targets]
         return _repeated(proposals, targets, normalizers, self.proposal_matches)
@@ -159,7 +160,7 @@ class SetCriterion:
         normalizers: Normalizers,
         names: Iterable[str] | None = None,
     ) -> dict[str, Tensor]:
-        """The unweighted losses of every layer, by name, each (D,); ``names``: only these, by default all that have a weight."""
+        """The unweighted losses of every layer, by name, each (D,): those in ``names``, by default all that have a weight."""
         matched = Matched(predictions, targets, matches, self.classification, normalizers)
         losses = {name: self.losses[name](matched) for name in names or self.weights}
         return {name: values for name, values in losses.items() if values is not None}
@@ -179,7 +180,7 @@ class SetCriterion:
 
 
 def _repeated(predictions: Predictions, targets: Sequence[Targets], normalizers: Normalizers, times: int) -> Unmatched:
-    """Predictions, and targets that have each object ``times`` times."""
+    """Predictions, and targets in which each object occurs ``times`` times."""
     objects = [Targets(target.labels.repeat(times), target.boxes_cxcywh.repeat(times, 1)) for target in targets]
     return predictions, PaddedTargets.from_targets(objects, predictions.boxes.dtype), _times(normalizers, times)
 

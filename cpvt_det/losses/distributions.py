@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""D-FINE's losses of the distributions that boxes are made of: towards the object's sides, and towards the last layer's.
+"""D-FINE's losses of the distributions that boxes are made of: one towards the object's sides, one towards the last layer.
 
 Source: arXiv 2410.13842, sections 4.1 and 4.2; the arithmetic is that of Peterande/D-FINE.
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 from cpvt_det.boxes import cxcywh_to_xyxy
 from cpvt_det.losses.terms import LOSS_REGISTRY, Matched
 
-LEAST_ROOT = 1e-3  # of a number of queries, over that of processes, by which nothing is divided
+LEAST_ROOT = 1e-3  # smallest root of a number of queries per process, against division by 0
 
 
 @LOSS_REGISTRY.register_as("fgl")
@@ -36,10 +36,10 @@ def fine_grained_localization(matched: Matched) -> Tensor | None:
 
 @LOSS_REGISTRY.register_as("ddf")
 def decoupled_distillation(matched: Matched, temperature: float = 5.0) -> Tensor | None:
-    """(D,): divergence of each layer's distributions from the last layer's, of queries with an object and of others apart.
+    """(D,): divergence of each layer's distributions from the last layer's, separately for queries with and without an object.
 
-    Weights are the overlap of a box with its object, and of queries without one the last layer's score. The two means are joined by
-    the roots of the numbers of queries. ``None`` for predictions without distributions.
+    The weight of a query is the overlap of its box with its object, or the last layer's score if it has no object. The two means
+    are weighted by the roots of the numbers of queries. ``None`` for predictions without distributions.
     """
     made = matched.predictions.distributions
     if made is None:
@@ -57,7 +57,7 @@ def decoupled_distillation(matched: Matched, temperature: float = 5.0) -> Tensor
     if matched.normalizers.queries is not None:
         counts = matched.normalizers.queries
         share = counts[0] > 0
-    else:  # a mean over a part of a step's images counts as much as its objects are of the step's
+    else:  # a mean over a part of a step's images counts by its share of the step's objects
         counts = [chosen.sum((1, 2)) for chosen in groups]
         share = sum(matched.targets.counts) * matched.predictions.groups / matched.normalizers.boxes
     roots = [count.to(losses.dtype).sqrt().clamp(min=LEAST_ROOT) for count in counts]
@@ -72,7 +72,7 @@ def _first(matched: Matched) -> int:
 
 @torch.no_grad()
 def _bins_around(matched: Matched, chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Of (P,) chosen pairs and four sides the bin below the object's distance, (P, 4) int64, and the share of the bin above it."""
+    """For each chosen pair and side, the bin below the object's distance, (P, 4) int64, and the share of the bin above it."""
     made, matches = matched.predictions.distributions, matched.matches
     starts = made.starts[matches.image[chosen], matches.query[chosen]]
     corners = cxcywh_to_xyxy(matched.target_boxes[chosen])

@@ -20,12 +20,12 @@ from cpvt_det.structures import Predictions, Targets
 
 @dataclass
 class PaddedTargets:
-    """The targets of a batch as rectangles; rows beyond ``counts`` are zeros.
+    """The targets of a batch as rectangular tensors; rows beyond ``counts`` are zeros.
 
     Attributes:
         labels: (B, T) int64.
         boxes_cxcywh: (B, T, 4) float.
-        counts: G of each image.
+        counts: number of objects G of each image.
     """
 
     labels: Tensor
@@ -51,7 +51,7 @@ class Matches:
 
 
 class HungarianMatcher:
-    """The one-to-one assignment of queries to targets of the least total cost, for each layer and image.
+    """The one-to-one assignment of queries to targets with the least total cost, for each layer and image.
 
     Args:
         classification: kind of class scores, with its matching cost.
@@ -74,16 +74,16 @@ class HungarianMatcher:
 
     @torch.no_grad()
     def __call__(self, *groups: tuple[Predictions, PaddedTargets]) -> list[Matches]:
-        """Match, with one wait for the device.
+        """Match all groups, with a single wait for the device.
 
         Args:
             groups: predictions of D layers for B images, and the targets of the same images.
 
         Returns:
-            For every group min(Q, G) pairs for each layer and image, ordered by layer, image and query. Where predictions are not
-            finite the pairs mean nothing, and there are as many: the processes of a run go on alike, and skip the step together.
+            For every group, min(Q, G) pairs for each layer and image, ordered by layer, image and query. If predictions are not
+            finite, the pairs are meaningless but as many, so that all processes of a run go on alike and skip the step together.
         """
-        from scipy.optimize import linear_sum_assignment  # half a second, which prediction need not wait for
+        from scipy.optimize import linear_sum_assignment  # takes half a second, which prediction need not wait for
 
         costs, matches = [self.cost(*group) for group in groups], []
         on_host = torch.cat([cost.flatten() for cost in costs]).cpu().split([cost.numel() for cost in costs])  # the one copy
@@ -101,7 +101,7 @@ class HungarianMatcher:
         return matches
 
     def cost(self, predictions: Predictions, targets: PaddedTargets) -> Tensor:
-        """(D, B, T, Q) float, as the solver is faster with the short side first; rows beyond an image's count mean nothing."""
+        """(D, B, T, Q) float costs, because the solver is faster with the short side first; rows beyond a count are meaningless."""
         boxes, wanted = predictions.boxes, targets.boxes_cxcywh
         corners, wanted_corners = cxcywh_to_xyxy(boxes), cxcywh_to_xyxy(wanted)[None]
         arguments = (predictions.logits, targets.labels)

@@ -13,26 +13,26 @@ from cpvt_det.losses.matcher import Matches, PaddedTargets
 from cpvt_det.structures import Predictions
 
 OVERLAP_SHARE = 0.7
-"""Of a pair's score, the part that is the overlap; the rest is the probability of the object's class."""
+"""Weight of the overlap in a pair's score; the rest is the weight of the probability of the object's class."""
 
 
 class OneToManyMatcher:
-    """Each object with the queries that already fit it best, as many as fit it well.
+    """Matches each object with the queries that already fit it best, as many as fit it well.
 
-    The score of a query and an object is 0.7 of the overlap of their boxes plus 0.3 of the probability of its class. A query counts
-    for the object of its highest score if this is at least the threshold, or if the query is the best of some object. An object is
-    matched with as many of its best queries as count for it, at most ``matches``.
+    The score of a query and an object is 0.7 times the overlap of their boxes plus 0.3 times the probability of the object's class.
+    A query counts for the object with its highest score if this score is at least the threshold, or if the query is the best one
+    for some object. An object is matched with as many of its best queries as count for it, at most ``matches``.
 
     Args:
-        matches: most queries per object.
+        matches: largest number of queries per object.
         threshold: lowest score of a query that counts.
 
     Raises:
-        ValueError: fewer matches than one, or a threshold outside (0, 1].
+        ValueError: fewer than one match, or a threshold outside (0, 1].
 
-    Source: arXiv 2401.03989, section 3.2, and Atten4Vis/MS-DETR ``models/matcher_o2m.py``. Two things differ: a query that
-    two objects choose is matched with that of the higher score alone, where that code adds both losses of boxes and leaves the
-    class to the order of writing; and where more than a quarter of the queries count, it draws a quarter of them at random.
+    Source: arXiv 2401.03989, section 3.2, and Atten4Vis/MS-DETR ``models/matcher_o2m.py``. Two things differ. A query that two
+    objects choose is matched only with the one of the higher score; that code adds both box losses, and its class target is
+    whichever is written last. If more than a quarter of the queries count, that code draws a quarter of them at random.
     """
 
     def __init__(self, matches: int = defaults.MANY_MATCHES, threshold: float = defaults.MANY_THRESHOLD):
@@ -52,9 +52,9 @@ class OneToManyMatcher:
             targets: targets of the same B images.
 
         Returns:
-            Pairs ordered by layer, image and query; each query is in one at most.
+            Pairs ordered by layer, image and query; each query is in at most one.
         """
-        scores = self._scores(predictions, targets)  # (D, B, T, Q), -1 for rows that are no object
+        scores = self._scores(predictions, targets)  # (D, B, T, Q), -1 for rows without an object
         if not scores.shape[2]:
             return Matches(*torch.zeros(4, 0, dtype=torch.int64, device=scores.device))
         highest, owner = scores.max(2)  # (D, B, Q)

@@ -18,16 +18,16 @@ from cpvt_det.losses.classification import (
 
 class OverlapClassification(SigmoidClassification):
     """K independent sigmoids p. The loss of an object's class is the cross-entropy with ``target``, times ``weight``; that of all
-    else is the cross-entropy with 0, times ``factor`` p^``gamma``. Targets and weights count as constants, and so does p^gamma
-    unless ``is_focal``. The matching cost is the focal one of p u^(1/2), for the overlap u: of two boxes with the same scores, the
-    one that fits better is never dearer. The loss itself is no cost: at a low score it is the lower, the less a box fits.
+    others is the cross-entropy with 0, times ``factor`` p^``gamma``. Targets and weights count as constants, and so does p^gamma
+    unless ``is_focal``. The matching cost is the focal cost of p u^(1/2) for the overlap u: of two boxes with the same scores, the
+    better fit never costs more. The loss itself would not do as a cost, because at a low score it is lower for a worse fit.
 
     Args:
         num_classes: K.
         gamma: power of the scores of negatives.
         factor: weight of negatives.
 
-    Source: the cost from arXiv 2304.04742 (Stable-DINO), section 3.2, which takes the generalized IoU, scaled to [0, 1]. The code
+    Source: the cost from arXiv 2304.04742 (Stable-DINO), section 3.2, which uses the generalized IoU, scaled to [0, 1]. The code
     of RT-DETR, DEIM and Align-DETR matches by p alone.
     """
 
@@ -40,7 +40,7 @@ class OverlapClassification(SigmoidClassification):
         self.factor = factor
 
     def target(self, probabilities: Tensor, overlaps: Tensor) -> Tensor:
-        """What the probability of an object's class should be, in [0, 1], for overlaps of the same shape."""
+        """Target probabilities of objects' classes, in [0, 1], for overlaps of the same shape."""
         raise NotImplementedError
 
     def weight(self, overlaps: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ class OverlapClassification(SigmoidClassification):
         return torch.ones_like(overlaps)
 
     def cost(self, logits: Tensor, labels: Tensor, overlaps: Tensor) -> Tensor:
-        """The cost of giving a query a target.
+        """The cost of assigning a target to a query.
 
         Args:
             logits: (D, B, Q, K) float.
@@ -66,8 +66,8 @@ class OverlapClassification(SigmoidClassification):
         Args:
             logits: (D, B, Q, K) float.
             classes: (D, B, Q) int64 in [0, K], K = no object.
-            overlaps: (D, B, Q) float, intersection over union with the object's box, without gradient; of queries without an
-                object it has no effect.
+            overlaps: (D, B, Q) float, intersection over union with the object's box, without gradient; it has no effect for
+                queries without an object.
 
         Returns:
             (D,).
@@ -99,7 +99,7 @@ class MatchabilityClassification(OverlapClassification):
 
     Args:
         num_classes: K.
-        gamma: gamma, of overlaps and of the scores of negatives, at least 0.
+        gamma: power of the overlaps and of the scores of negatives, at least 0.
 
     Raises:
         ValueError: a number out of its range.
@@ -117,7 +117,7 @@ class MatchabilityClassification(OverlapClassification):
 
 @CLASSIFICATION_REGISTRY.register_as("varifocal")
 class VarifocalClassification(OverlapClassification):
-    """The varifocal loss: target and weight of a positive are the overlap.
+    """The varifocal loss: target and weight of a positive are its overlap.
 
     Args:
         num_classes: K.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loss of image classification: cross-entropy with shares of classes, and with what a teacher says."""
+"""The loss of image classification: cross-entropy with shares of classes, and with a teacher's answers."""
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +9,7 @@ from cpvt_det.losses.criterion import Losses
 
 
 class ClassCriterion:
-    """Cross-entropy with smoothed shares, and with a teacher half of it with the teacher's best class.
+    """Cross-entropy with smoothed shares of classes; with a teacher, half of it is with the teacher's best class.
 
     Args:
         smoothing: part of the label that is spread over all classes.
@@ -17,8 +17,8 @@ class ClassCriterion:
     Raises:
         ValueError: a smoothing outside [0, 1).
 
-    Source: label smoothing, arXiv 1512.00567, section 7; hard distillation, arXiv 2012.12877, equation 3, whose teacher's half is
-    that of the head of the distillation token, where there is one.
+    Source: label smoothing, arXiv 1512.00567, section 7; hard distillation, arXiv 2012.12877, equation 3. The teacher's half uses
+    the head of the distillation token, if there is one.
     """
 
     def __init__(self, smoothing: float = 0.0):
@@ -30,14 +30,14 @@ class ClassCriterion:
         """Compare logits with shares.
 
         Args:
-            logits: (H, B, K) float, as of :class:`cpvt_det.structures.ClassLogits`.
+            logits: (H, B, K) float, as in :class:`cpvt_det.structures.ClassLogits`.
             shares: (B, K) float, the part of each class in each image; the sum over classes is 1.
-            taught: (B,) int64, the teacher's classes; ``None``, without one: the mean of the heads is compared with the shares.
-            count: images of the whole step of this process, if this batch is a part of it; ``None``: B.
+            taught: (B,) int64, the teacher's classes; ``None`` without a teacher: the heads' mean is compared with the shares.
+            count: number of images in the whole step of this process, if this batch is a part of it; ``None`` for B.
 
         Returns:
-            ``loss_class``, with a teacher ``loss_taught``, and ``metric_class_error``: percent of images whose best class is not
-            that of the largest share.
+            ``loss_class``, ``loss_taught`` if there is a teacher, and ``metric_class_error``: percent of images whose best class is
+            not that of the largest share.
         """
         count = len(shares) if count is None else count
         if taught is None:

@@ -22,8 +22,8 @@ class Normalizers:
     Attributes:
         boxes: divisor of the box losses.
         classes: divisor of the class loss.
-        queries: numbers of a layer's queries with an object and without one, over the number of processes; ``None`` for queries of
-            which only this batch's are known, such as those of denoising.
+        queries: numbers of a layer's queries with and without an object, divided by the number of processes; ``None`` for queries
+            that are counted for this batch only, such as denoising queries.
     """
 
     boxes: Tensor
@@ -33,7 +33,7 @@ class Normalizers:
 
 @dataclass
 class Matched:
-    """Predictions beside the targets that they are matched with: what every loss is called with. P pairs in all layers together.
+    """Predictions and the targets that they are matched with, as P pairs in all layers together: the argument of every loss.
 
     Attributes:
         predictions: logits (D, B, Q, K') and boxes (D, B, Q, 4).
@@ -43,7 +43,7 @@ class Matched:
         normalizers: divisors of the step.
         boxes: (P, 4) float, cxcywh, predicted boxes of the pairs.
         target_boxes: (P, 4) float, cxcywh, target boxes of the pairs.
-        classes: (D, B, Q) int64, the class that every query should give, K for no object.
+        classes: (D, B, Q) int64, the class that every query should predict, K for no object.
     """
 
     predictions: Predictions
@@ -71,15 +71,15 @@ class Matched:
         return overlaps
 
     def mean_over_boxes(self, values: Tensor) -> Tensor:
-        """(P,) losses of pairs -> (D,), their sums per layer over the number of boxes."""
+        """(P,) losses of pairs -> (D,), their sums per layer divided by the number of boxes."""
         sums = self.predictions.boxes.new_zeros(len(self.predictions.logits)).index_add(0, self.matches.layer, values)
         return sums / self.normalizers.boxes.to(values.dtype)
 
 
 LOSS_REGISTRY = PartRegistry("LOSS", "loss", chosen=frozenset({"matched"}))
-"""Name -> a function of a :class:`Matched`, ``matched``, and of options, whose result is a loss per layer, (D,) float, unweighted;
-``None`` where it does not apply, as to proposals without what it looks at. In the metrics of a step it is ``loss_<name>``; of
-proposals and denoising queries it is taken too. ``class``, ``l1`` and ``giou`` have weights of their own, of which 0 leaves them
+"""Name -> a function of a :class:`Matched`, ``matched``, and of options. It returns an unweighted loss per layer, (D,) float, or
+``None`` where it does not apply, as for proposals that lack its inputs. In the metrics of a step it is ``loss_<name>``; it also
+applies to proposals and denoising queries. ``class``, ``l1`` and ``giou`` have weights of their own, and a weight of 0 leaves them
 out; ``MODEL.CRITERION.LOSSES`` adds others."""
 
 Loss = Callable[[Matched], Tensor | None]
@@ -89,7 +89,7 @@ Loss = Callable[[Matched], Tensor | None]
 def class_loss(matched: Matched) -> Tensor:
     """(D,): the classification's loss over all queries."""
     classification = matched.classification
-    uses_overlaps = getattr(classification, "uses_overlaps", False)  # one of the user's own need not have it
+    uses_overlaps = getattr(classification, "uses_overlaps", False)  # user-defined classes may omit it
     overlaps = (matched.overlaps,) if uses_overlaps else ()
     losses = classification.loss(matched.predictions.logits, matched.classes, *overlaps)
     return losses / matched.normalizers.classes.to(losses.dtype)

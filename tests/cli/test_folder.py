@@ -207,7 +207,7 @@ BROKEN = {
     "a split that overlaps": (
         overlapping_split,
         "in training and in validation: 1 image, such as ../mine/train/images/a.png, which is "
-        "../mine/valid/images/copy_of_a.png; the figures would be of images seen in training",
+        "../mine/valid/images/copy_of_a.png; the figures would include images seen in training",
     ),
 }
 

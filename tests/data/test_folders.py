@@ -368,11 +368,11 @@ def test_a_format_of_ones_own_comes_first(tmp_path):
         ),
         (
             lambda folder: [draw(folder / "a.png", "a"), write(folder / "data.yaml", "train: there/images\nval: x\nnames: [a]\n")],
-            "split 'train' is there/images, but .*there/images does not exist; write its path from the folder of the file on",
+            "split 'train' is there/images, but .*there/images does not exist; write its path relative to the folder of the file",
         ),
         (
             lambda folder: [write_labelimg_yolo(folder), write(folder / "more/classes.txt", "dog\ncat\n")],
-            "classes.txt and .*more/classes.txt have other names of classes, or another order; keep the one that is right",
+            "classes.txt and .*more/classes.txt have different class names, or another order; keep the one that is right",
         ),
         (
             lambda folder: [write_roboflow_yolo(folder), shutil.rmtree(folder / "train")],
@@ -428,7 +428,7 @@ def test_what_a_yolo_file_names_in_vain_is_noted(tmp_path):
     notes = name_datasets(tmp_path / "mine", tmp_path / "out").notes
     assert [note for note in notes if note.startswith("not read: ")] == [
         f"not read: {tmp_path}/mine/data.yaml: split 'test' is ../test/images, but {tmp_path}/mine/../test/images does not exist; "
-        "write its path from the folder of the file on"
+        "write its path relative to the folder of the file"
     ]
     write_cvat_yolo(tmp_path / "other")
     notes = name_datasets(tmp_path / "other", tmp_path / "out").notes
@@ -527,7 +527,7 @@ def test_a_third_set_is_named_and_left_for_the_end(tmp_path):
     write(tmp_path / "mine/annotations/instances_test2017.json", coco(["a"]))
     found = name_datasets(tmp_path / "mine", tmp_path / "out")
     assert len(found.register) == 3
-    assert "mine_test is left for the end, and is not looked at: cpvt-det eval ... DATASETS.TEST mine_test" in found.notes
+    assert "mine_test is set aside for the final evaluation: cpvt-det eval ... DATASETS.TEST mine_test" in found.notes
 
 
 def test_a_folder_is_read_in_python_as_the_commands_read_it(tmp_path):

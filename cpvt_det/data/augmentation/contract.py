@@ -12,18 +12,18 @@ Scene = tuple[Tensor, Tensor, Tensor]
 [0, K). Augmentations are called with torchvision's ``tv_tensors.Image`` and ``BoundingBoxes``, which are tensors."""
 
 DrawScene = Callable[[], Scene]
-"""Another training image, drawn at random, after the augmentations that come earlier in the list."""
+"""Function that draws another training image at random, after the augmentations that come earlier in the list."""
 
 AUGMENTATION_REGISTRY = PartRegistry("AUGMENTATION", "augmentation", chosen=frozenset({"min_visible"}))
 """Name in ``INPUT.AUGMENTATIONS`` -> a builder, called with the options of the entry.
 
-What it returns is called as ``augment(image, boxes, labels)`` and returns the three, as :data:`Scene` describes them; the image may
-have another size. Boxes may reach beyond the image and may be removed, with their labels; afterwards they are clipped, and those of
-which too little is left are removed (:func:`cpvt_det.data.augmentation.step.clip_to_visible`). Inputs are not changed in place.
+The builder's result is called as ``augment(image, boxes, labels)`` and returns these three, as :data:`Scene` describes them; the
+image may have another size. Boxes may reach beyond the image, and may be removed with their labels. Afterwards boxes are clipped,
+and removed if too little of them is left (:func:`cpvt_det.data.augmentation.step.clip_to_visible`). Do not change inputs in place.
 
 - An augmentation with the attribute ``mixes = True`` shows more than one image. It gets a fourth argument ``draw``, a
   :data:`DrawScene`, and is left out in the last ``INPUT.CLOSE_EPOCHS``.
 - A builder with a parameter ``min_visible`` gets ``INPUT.MIN_VISIBLE``, for boxes that it has to clip itself.
-- Random numbers come from torch's global generator, ``random`` or ``numpy.random``, which are seeded for each image. A generator of
-  its own has to be seeded from one of these at every call: otherwise a resumed run sees other images.
+- Random numbers come from torch's global generator, ``random`` or ``numpy.random``, which are seeded for each image. Any other
+  generator must be seeded from one of these at every call; otherwise a resumed run sees different images.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Augmentations that show several images in one, on the canvas of the first."""
+"""Augmentations that combine several images on the canvas of the first."""
 
 from collections.abc import Sequence
 
@@ -11,12 +11,12 @@ from cpvt_det.data.augmentation.contract import AUGMENTATION_REGISTRY, DrawScene
 from cpvt_det.data.augmentation.step import clip_to_visible
 
 THIN = 2
-"""Pixels; smallest side of a corner, because torch 2.14 fails to resize to 1 x 1. A canvas that is not
-two such corners wide and high is not changed."""
+"""Smallest side of a corner in pixels, because torch 2.14 fails to resize to 1 x 1. A canvas that is not
+at least two such corners wide and high is not changed."""
 
 
 class Mixing:
-    """Base class: ``mix(scene, draw)`` of a class below it happens to a share of the images.
+    """Base class that applies ``mix(scene, draw)`` of a subclass to a share of the images.
 
     Args:
         p: probability that an image is mixed, in [0, 1].
@@ -35,18 +35,18 @@ class Mixing:
 
 @AUGMENTATION_REGISTRY.register_as("Mosaic")
 class Mosaic(Mixing):
-    """Four images in the corners of one canvas; each fills its corner with a random window of its own.
+    """Four images in the corners of one canvas; each corner shows a random window of its image.
 
     Args:
         p: probability.
-        center: range of the point where the four meet, as shares of the canvas's sides.
+        center: range of the point where the four images meet, as fractions of the canvas's sides.
         zoom: range of the magnification; at 1 as much of an image is shown as its corner can hold.
         min_visible: as in :func:`clip_to_visible`, for objects at the borders of windows.
 
     Raises:
         ValueError: a centre outside of the canvas, or a magnification below 1.
 
-    Source: arXiv 2004.10934, section 3.3; there windows are placed otherwise.
+    Source: arXiv 2004.10934, section 3.3, which places windows differently.
     """
 
     def __init__(
@@ -90,16 +90,16 @@ class Mosaic(Mixing):
 
 @AUGMENTATION_REGISTRY.register_as("MixUp")
 class MixUp(Mixing):
-    """The mean of two images, with the objects of both; the other one is resized to fit into the canvas, at a random place.
+    """The mean of two images, with the objects of both; the second is resized to fit into the canvas, at a random place.
 
     Args:
         p: probability.
-        share: range of the first image's share of the pixels, where both are.
+        share: range of the first image's weight in pixels that both images cover.
 
     Raises:
         ValueError: shares outside of [0, 1].
 
-    Source: arXiv 1902.04103, section 3.1; without weights of objects, hence shares near a half.
+    Source: arXiv 1902.04103, section 3.1; here objects have no weights, hence shares near a half.
     """
 
     def __init__(self, p: float = 0.5, share: Sequence[float] = (0.4, 0.6)):

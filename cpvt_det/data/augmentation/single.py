@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Augmentations of torchvision, by their names there, that change one image.
+"""torchvision's augmentations of a single image, under the names that they have there.
 
-Left out are those after which boxes are not those of the pixels (``RandomErasing``; ``ElasticTransform``, which moves corners
-only), those that refuse boxes, and what has keys of its own: mirroring, resizing.
+Left out are those after which boxes no longer match the pixels (``RandomErasing``; ``ElasticTransform``, which moves only corners),
+those that refuse boxes, and those with their own config keys: mirroring, resizing.
 """
 
 import functools
@@ -69,19 +69,19 @@ for _name in (*COLOURS, *PLACES, *GROUPS):
 
 @AUGMENTATION_REGISTRY.register_as("RandomIoUCrop")
 class RandomIoUCrop(v2.RandomIoUCrop):
-    """torchvision's crop of SSD, which ends for every image, and whose boxes are removed by the rule that all others have.
+    """torchvision's crop of SSD, changed to end for every image, and to remove boxes by the same rule as all other augmentations.
 
-    torchvision's own removes each box whose centre is outside of the crop, however much of the object is still seen.
+    torchvision's own version removes each box whose centre is outside the crop, however much of the object is still visible.
 
     Args:
-        min_scale, max_scale: sides of the crop as shares of the image's.
-        min_aspect_ratio, max_aspect_ratio: width over height of the crop, in pixels, whatever the image's.
+        min_scale, max_scale: sides of the crop as fractions of the image's sides.
+        min_aspect_ratio, max_aspect_ratio: width over height of the crop, in pixels, regardless of the image's.
         sampler_options: overlaps, one drawn per image, that a crop must have with at least one box; at 1 the image stays whole.
             ``None``: 0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.
         trials: number of crops that are tried for an overlap, before another overlap is drawn.
 
     Raises:
-        ValueError: ``sampler_options`` without 1: there are images without such a crop, which would be tried for ever.
+        ValueError: ``sampler_options`` without 1; some images have no such crop, and trying would never end.
 
     Source: arXiv 1512.02325, section 2.2.
     """

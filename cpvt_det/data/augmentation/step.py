@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One entry of ``INPUT.AUGMENTATIONS`` at work: an augmentation, the check of what it returns, and the boxes that are left."""
+"""One entry of ``INPUT.AUGMENTATIONS``: an augmentation, the check of its result, and the choice of boxes to keep."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -13,19 +13,19 @@ from cpvt_det.data.augmentation.contract import DrawScene, Scene
 from cpvt_det.errors import BadInputError, ConfigError, first_line
 
 MIN_SIDE = 1
-"""Pixels; a box that is cut to less is removed."""
+"""Smallest side in pixels; a box that is cut to less is removed."""
 
 
 def clip_to_visible(boxes: Tensor, size: tuple[int, int], min_visible: float) -> tuple[Tensor, Tensor]:
     """Clip boxes to an image, and mark the ones to keep.
 
-    Removed is a box without area, a box of which less than ``min_visible`` of the area is inside, and a box that is cut to less
-    than a pixel in one direction. A box that is wholly inside is kept, however small, as resizing keeps it.
+    A box is removed if it has no area, if less than ``min_visible`` of its area is inside, or if it is cut to less than a pixel in
+    one direction. A box that is wholly inside stays, however small, because resizing keeps it, too.
 
     Args:
         boxes: (G, 4) float, xyxy in pixels, which may reach beyond the image.
         size: (height, width) of the image.
-        min_visible: smallest share of the area that has to be left, in [0, 1].
+        min_visible: smallest share of the area that must be left, in [0, 1].
 
     Returns:
         (G, 4) the clipped boxes, and (G,) bool, True = keep.
@@ -40,7 +40,7 @@ def clip_to_visible(boxes: Tensor, size: tuple[int, int], min_visible: float) ->
 
 
 def as_scene(image: Tensor, boxes: Any, labels: Tensor) -> Scene:
-    """An image and its objects in the types of torchvision, whose transforms do not clip these boxes.
+    """An image and its objects in torchvision's types; torchvision's transforms do not clip these boxes.
 
     Args:
         image, labels: as in :data:`Scene`.
@@ -53,11 +53,11 @@ def as_scene(image: Tensor, boxes: Any, labels: Tensor) -> Scene:
 
 @contextlib.contextmanager
 def augmentation_errors(name: str, scene: Scene, where: str) -> Iterator[None]:
-    """Within this block, an error of an augmentation names it, and the image that it was called with.
+    """Within this block, an augmentation's error names the augmentation and the image.
 
     Args:
         name: name of the augmentation.
-        scene: what it is called with.
+        scene: scene that the augmentation is called with.
         where: name of the image.
 
     Raises:
@@ -74,7 +74,7 @@ def augmentation_errors(name: str, scene: Scene, where: str) -> Iterator[None]:
 
 
 class AugmentationStep:
-    """An augmentation whose boxes are clipped afterwards, and checked.
+    """An augmentation whose result is checked, and whose boxes are clipped afterwards.
 
     Args:
         name: registered name of the augmentation, for messages.
@@ -92,7 +92,7 @@ class AugmentationStep:
         self.mixes = bool(getattr(augment, "mixes", False))
 
     def __call__(self, image: Tensor, boxes: Tensor, labels: Tensor, draw: DrawScene | None = None) -> Scene:
-        """Augment; ``draw`` is for one that mixes.
+        """Augment a scene; ``draw`` is for augmentations that mix images.
 
         Raises:
             TypeError: a result that is not a :data:`Scene`.
@@ -107,7 +107,7 @@ class AugmentationStep:
 
 
 def _fault(found: Any) -> str:
-    """What is wrong with the result of an augmentation; empty where nothing is."""
+    """Description of the fault in an augmentation's result; empty if there is none."""
     parts = found if isinstance(found, (tuple, list)) else (found,)
     if len(parts) != 3 or not all(isinstance(part, Tensor) for part in parts):
         return f"returned {', '.join(type(part).__name__ for part in parts) or 'nothing'}"

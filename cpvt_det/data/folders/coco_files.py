@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""COCO JSONs of a folder, one or several, wherever their images are -> one data set in COCO's sections."""
+"""One or several COCO JSONs of a folder, with images anywhere in it -> one data set in COCO's sections."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ from cpvt_det.errors import DataError
 
 
 def read_coco_files(listing: Listing, files: Sequence[Path]) -> Sections:
-    """COCO JSONs as one data set: classes by their names, with the ids of the first file that has them; images wherever they are.
+    """Join COCO JSONs into one data set: classes are matched by name and keep the id of the first file; images may be anywhere.
 
-    The split that a file's path names is its images' ``split``.
+    The ``split`` of an image is the one that the path of its JSON names.
 
     Raises:
-        DataError: an entry that is no object of JSON, a category that cannot be used, an image in two files of one split.
+        DataError: an entry that is not a JSON object, a category that cannot be used, an image in two files of one split.
     """
     images: list[dict[str, Any]] = []
     annotations: list[dict[str, Any]] = []
@@ -29,7 +29,7 @@ def read_coco_files(listing: Listing, files: Sequence[Path]) -> Sections:
     for path in files:
         read, split, image_ids = read_json(path), listing.split_of(path, with_name=True), {}
         for number, image in enumerate(_objects(read, path, "images")):
-            new_id = image_ids.setdefault(str(_whole(image.get("id"))), len(images) + 1)  # one that is not unique stays so
+            new_id = image_ids.setdefault(str(_whole(image.get("id"))), len(images) + 1)  # an id used twice stays so
             images.append({"id": new_id, **_image(image, number, path, names), "split": split})
             other = file_of.setdefault((split, images[-1]["file_name"]), path)
             if other != path:
@@ -56,7 +56,7 @@ def _image(image: dict[str, Any], number: int, path: Path, names: Names) -> dict
 
 
 def _add_categories(ids: dict[str, int], categories: Sequence[dict[str, Any]], path: Path) -> dict[str, int]:
-    """Old id -> new id, of the category with that name."""
+    """Add categories to ``ids``, name -> id; returns old id -> id of the category with the same name."""
     new_ids = {}
     for number, category in enumerate({"id": None} | category for category in categories):
         category["id"] = _whole(category["id"])
@@ -74,7 +74,7 @@ def _add_categories(ids: dict[str, int], categories: Sequence[dict[str, Any]], p
 
 
 def _annotation(annotation: dict[str, Any], number: int, path: Path, ids: dict[str, dict[str, int]]) -> dict[str, Any]:
-    """The entry of an annotation, without id, from the new ids of images and categories."""
+    """The entry of an annotation, without id, with the new ids of images and categories."""
     entry = {key: annotation[key] for key in ("bbox", "area", "iscrowd") if key in annotation}
     entry["source"] = f"{path}: annotations[{number}] (id {annotation.get('id')!r}, image {annotation.get('image_id')!r})"
     for key, section in (("image_id", "images"), ("category_id", "categories")):
@@ -86,7 +86,7 @@ def _annotation(annotation: dict[str, Any], number: int, path: Path, ids: dict[s
 
 
 def _whole(value: Any) -> Any:
-    """An id such as 1.0, which pandas writes and pycocotools takes for 1, or "1", as a whole number."""
+    """Convert an id such as 1.0, which pandas writes and pycocotools treats as 1, or "1" to an integer."""
     is_whole = value.isdecimal() if isinstance(value, str) else isinstance(value, float) and value.is_integer()
     return int(value) if is_whole else value
 

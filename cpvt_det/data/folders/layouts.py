@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layout a folder has: by what its files contain, not by their names.
+"""Recognise the layout of a folder by the content of its files, not by their names.
 
-Known: COCO JSON (COCO's own folders, RF-DETR's and Roboflow's ``_annotations.coco.json``, CVAT's export, a JSON beside its images);
+Known: COCO JSON (COCO's own folders, RF-DETR's and Roboflow's ``_annotations.coco.json``, CVAT's, a JSON next to its images);
 YOLO with a YAML file (Ultralytics, Roboflow, CVAT) or text files alone (CVAT's YOLO 1.1, LabelImg); Pascal VOC with ``ImageSets``
 or XML files anywhere (Roboflow, LabelImg); CVAT's own XML; and formats registered by the user.
 """
@@ -28,23 +28,23 @@ from cpvt_det.errors import DataError, UnknownNameError
 Places = Mapping[str, tuple[str, str]]
 """Split -> the second and third entry of its triple in ``DATASETS.REGISTER``."""
 PREFERRED = ("train", "training", "trainval", "val", "valid", "validation", "dev", "test", "testing")
-"""Names of a format's own splits, the preferred one of a split first."""
+"""Names of a format's own splits; of several names for one split, the first in this list is preferred."""
 NOT_BOXES = re.compile(r"caption|keypoint|panoptic|stuff|image_info")
-"""Names of JSON files with other annotations than boxes, as COCO's own folder has them."""
+"""Names of JSON files with annotations other than boxes, such as those in COCO's own folder."""
 HEAD = 1 << 20
-"""Bytes of the beginning and of the end of a file that are looked at to recognise it."""
+"""Number of bytes at the beginning and at the end of a file that are searched to recognise it."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What a folder contains.
+    """The layout of a folder.
 
     Attributes:
         format: name of the format: coco, yolo, voc, cvat, or one that the user registered.
         what: the files that are read, for the log.
-        places: files of the folder's own splits, ``train`` and another one, as a config can name them; empty where there are none.
+        places: files of the folder's own splits, ``train`` and at least one other, as a config can name them; empty if it has none.
         read: reader of all images together.
-        notes: what was found and is not read, a line each.
+        notes: remarks on what was found but is not read, a line each.
     """
 
     format: str
@@ -58,8 +58,8 @@ def find_layout(listing: Listing, wanted: str = "") -> Layout:
     """The layout of a folder.
 
     Args:
-        listing: its files.
-        wanted: format to read, where there are several; empty: the only one.
+        listing: files of the folder.
+        wanted: format to read if there are several; empty for the only one.
 
     Raises:
         DataError: no annotations, or several formats at once.
@@ -69,7 +69,7 @@ def find_layout(listing: Listing, wanted: str = "") -> Layout:
     if wanted and wanted not in (*FINDERS, *own):
         raise UnknownNameError("data format (--format)", wanted, (*FINDERS, *own))
     found = [layout for name in own if wanted in ("", name) and (layout := _own_layout(listing, name))][-1:]
-    if not found:  # a format of the user's is meant for the folder, whatever else there is
+    if not found:  # a format that the user registered comes before all others
         found = [layout for name, find in FINDERS.items() if wanted in ("", name) and (layout := find(listing))]
     if len(found) > 1:
         listed = "; ".join(f"{layout.format} ({layout.what})" for layout in found)
@@ -84,7 +84,7 @@ def find_layout(listing: Listing, wanted: str = "") -> Layout:
 
 
 def _own_layout(listing: Listing, name: str) -> Layout | None:
-    """A format that the user registered: of the folder, of a file directly in it, or of the only folder below it that matches.
+    """The layout in a registered format, if it matches the folder, a file directly in it, or exactly one folder below it.
 
     Raises:
         DataError: several folders that match, none of them inside another one.
@@ -103,7 +103,7 @@ def _own_layout(listing: Listing, name: str) -> Layout | None:
 
 
 def _registered(name: str, path: Path) -> Layout:
-    """A path of a registered format, with its own splits where it has at least two."""
+    """The layout of a path in a registered format, with the path's own splits if it has at least two."""
     data_format = FORMAT_REGISTRY.get(name)
     names = list(data_format.splits(path))
     of_split = defaultdict(list)
@@ -111,7 +111,7 @@ def _registered(name: str, path: Path) -> Layout:
         of_split[_split_of(one)].append(one)
     others = of_split.pop("", []) if of_split.keys() - {""} else []
     for own in of_split.values():
-        if own[0].lower() in PREFERRED:  # train rather than train and trainval, which has the same
+        if own[0].lower() in PREFERRED:  # train alone, as trainval has the same images
             others += own[1:]
             del own[1:]
     what = f"{path}, splits {', '.join(names)}" if names else str(path)
@@ -139,7 +139,7 @@ def _can_be_used(splits: Mapping[str, object]) -> bool:
 
 
 def _read_together(contents: Sequence[tuple[str, Sections]]) -> Sections:
-    """The splits of one data set as one, each with its name; an image of several splits is taken once."""
+    """All splits of one data set joined, with the split of each image; an image in several splits is taken once."""
     images: dict[str, dict[str, Any]] = {}
     annotations = []
     for split, content in contents:
@@ -170,7 +170,7 @@ def _coco(listing: Listing) -> Layout | None:
 
 
 def _coco_places(listing: Listing, of_split: Mapping[str, Path]) -> Places:
-    """A JSON and an image folder for each split; none where one has faults, classes differ, or images have no folder in common."""
+    """A JSON and an image folder for each split; empty if a JSON has faults, classes differ, or its images share no folder."""
     places, classes, found = {}, [], Names(listing.images, listing)
     for split, path in of_split.items():
         dataset = read_coco(DatasetFiles(split, path))
@@ -184,7 +184,7 @@ def _coco_places(listing: Listing, of_split: Mapping[str, Path]) -> Places:
 
 
 def _without_end(path: Path, end: str) -> Path | None:
-    """The folder that ``end`` is relative to; ``None`` where the path does not end so."""
+    """The folder that ``end`` is relative to; ``None`` if the path does not end with it."""
     parts = Path(end).parts
     return Path(*path.parts[: -len(parts)]) if path.parts[-len(parts) :] == parts else None
 
@@ -229,11 +229,11 @@ def _cvat(listing: Listing) -> Layout | None:
 
 
 FINDERS: dict[str, Callable[[Listing], Layout | None]] = {"coco": _coco, "yolo": _yolo, "voc": _voc, "cvat": _cvat}
-"""Name of a format -> finder of its layout in a folder, ``None`` where it has none of it."""
+"""Name of a format -> function that finds its layout in a folder; ``None`` if the folder does not have this format."""
 
 
 def _contains(path: Path, *words: str) -> bool:
-    """Whether a file has all of these words; a large one one of them, and COCO's ``image_id``, in its beginning and its end."""
+    """Whether a file has all of these words; in the ends of a large file, one of them and COCO's ``image_id`` are enough."""
     ends, is_whole = ends_of(path, HEAD), path.stat().st_size <= 2 * HEAD
     return all(word in ends for word in words) if is_whole else any(word in ends for word in words) and '"image_id"' in ends
 

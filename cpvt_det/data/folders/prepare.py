@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A folder -> entries of ``DATASETS.REGISTER``. Nothing is written into the folder.
 
-A split that the folder's files make is named only. One that is drawn, or made by names of folders, is written as two COCO JSONs.
+A split that the folder's own files define is only named. One that is drawn, or follows from folder names, is written as COCO JSONs.
 """
 
 import os
@@ -25,7 +25,7 @@ from cpvt_det.errors import DataError, counted
 from cpvt_det.files import write_json
 
 SEED = 0
-"""Of the split: the same for every run, so that runs on one folder can be compared."""
+"""Seed of the split: the same for every run, so that runs on one folder can be compared."""
 
 
 @dataclass
@@ -33,8 +33,8 @@ class FolderData:
     """The data sets of a folder.
 
     Attributes:
-        register: entries of ``DATASETS.REGISTER``; their names end in ``_train``, ``_val`` and, where there is one, ``_test``.
-        notes: what was found and done, a line each.
+        register: entries of ``DATASETS.REGISTER``; their names end in ``_train``, ``_val`` and, if there is one, ``_test``.
+        notes: remarks on what was found and done, a line each.
         written: COCO JSONs that were written.
     """
 
@@ -43,7 +43,7 @@ class FolderData:
     written: list[str] = field(default_factory=list)
 
     def source_of(self, source: str) -> str:
-        """The name of a data set and its file, with the folder in the place of a file of a split that was drawn."""
+        """The name and file of a data set for messages, with the folder in place of a JSON that was written for a split."""
         for _, annotations, folder in self.register:
             source = source.replace(annotations, folder) if annotations in self.written else source
         return source
@@ -64,9 +64,9 @@ def name_datasets(folder: Path, output: Path, wanted: str = "", new_split: bool 
 
     Args:
         folder: folder of images and annotations, in a layout of :mod:`cpvt_det.data.folders.layouts`.
-        output: folder for the JSONs of a split that no config could name otherwise; made when it is needed.
-        wanted: format to read where there are several.
-        new_split: draw a split, whatever the folder has.
+        output: folder for the JSONs of a split that a config could not name otherwise; created when needed.
+        wanted: format to read if there are several.
+        new_split: whether to draw a split even if the folder has one.
 
     Raises:
         DataError: no annotations, several formats, images that cannot be divided.
@@ -75,7 +75,7 @@ def name_datasets(folder: Path, output: Path, wanted: str = "", new_split: bool 
     listing = Listing(folder)
     layout = find_layout(listing, wanted)
     data = FolderData([], [f"{folder}: {layout.format}, {layout.what}", *layout.notes])
-    if listing.unreadable and layout.format != "yolo":  # whose reader says it itself
+    if listing.unreadable and layout.format != "yolo":  # YOLO's reader reports them itself
         data.notes.append(f"{counted(len(listing.unreadable), 'image')} left out{cannot_read(listing.unreadable)}")
     name, places = folder.resolve().name or "data", dict(layout.places)
     if places and not new_split:
@@ -84,12 +84,12 @@ def name_datasets(folder: Path, output: Path, wanted: str = "", new_split: bool 
         places = _write_splits(listing, layout, output, new_split, data)
     data.register += [[f"{name}_{split}", *places[split]] for split in SPLITS if split in places]
     for name, *_ in data.register[2:]:
-        data.notes.append(f"{name} is left for the end, and is not looked at: cpvt-det eval ... DATASETS.TEST {name}")
+        data.notes.append(f"{name} is set aside for the final evaluation: cpvt-det eval ... DATASETS.TEST {name}")
     return data
 
 
 def _write_splits(listing: Listing, layout: Layout, output: Path, new_split: bool, data: FolderData) -> dict[str, tuple[str, str]]:
-    """Read all images of a folder, and write a JSON for each split; returns JSON and image folder of each."""
+    """Read all images of a folder, and write a JSON for each split; returns the JSON and image folder of each split."""
     folder, content = listing.root, complete(layout.read())
     if not listing.images and all(FAULT in image for image in content["images"]):
         why = f"put the images below {folder}, too{cannot_read(listing.unreadable)}"
@@ -111,20 +111,20 @@ def _write_splits(listing: Listing, layout: Layout, output: Path, new_split: boo
 
 
 def _use_test_set(parts: dict[str, Any], notes: list[str]) -> None:
-    """Validate on the test set where there is no validation set."""
+    """Validate on the test set if there is no validation set."""
     if "val" not in parts and "test" in parts:
         parts["val"] = parts.pop("test")
         notes.append("there is no validation set: the test set is used for it")
 
 
 def _parts(listing: Listing, content: Sections, new_split: bool, notes: list[str]) -> dict[str, Collection[int]]:
-    """The ids of the images of each split: by their annotation files, by the names of folders, or drawn."""
+    """The image ids of each split, which is given by annotation files or folder names, or drawn."""
     found: dict[str, list[int]] = defaultdict(list)
     for image in content["images"]:
         found[image.get("split") or listing.split_of(Path(image["file_name"]))].append(image["id"])
     if not new_split and "train" in found and ("val" in found or "test" in found):
         left_out = len(found.pop("", ()))
-        notes += [f"left out, as in no folder of a split: {counted(left_out, 'image')}"] if left_out else []
+        notes += [f"left out, because no folder gives their split: {counted(left_out, 'image')}"] if left_out else []
         _use_test_set(found, notes)
         parts: dict[str, Collection[int]] = {split: found[split] for split in SPLITS if split in found}
         how = "by names of files and folders"
@@ -136,9 +136,9 @@ def _parts(listing: Listing, content: Sections, new_split: bool, notes: list[str
 
 
 def _part(content: Sections, image_ids: set[int], folder: Path) -> Sections:
-    """Some images with their annotations, and those of images that do not exist, for the check of the data to report.
+    """Some images with their annotations, and the annotations of images that do not exist, which the data check is to report.
 
-    What is wrong with an entry is a text in its place, as JSON has neither NaN nor infinity.
+    Faulty values are replaced by a text that describes the fault, because JSON has neither NaN nor infinity.
     """
     known = {image["id"] for image in content["images"]}
     categories = {category["id"] for category in content["categories"]}
@@ -158,10 +158,10 @@ def _part(content: Sections, image_ids: set[int], folder: Path) -> Sections:
 
 
 def refuse_overlap(train: CocoDataset, val: CocoDataset) -> None:
-    """Refuse a split that has images twice: the same file, or a copy of it.
+    """Refuse a split that has an image in both parts, as the same file or as a copy.
 
     Raises:
-        DataError: images to train on that are validated on, too.
+        DataError: images that are both in training and in validation.
     """
     paths = [{os.path.realpath(record.file_name): record.file_name for record in dataset.records} for dataset in (train, val)]
     both = [(path, path) for path in paths[0].keys() & paths[1].keys()] or _copies(*(list(named.values()) for named in paths))
@@ -169,8 +169,8 @@ def refuse_overlap(train: CocoDataset, val: CocoDataset) -> None:
         first, second = min(both)
         copy = f"{first}, which is {second}" if first != second else first
         raise DataError(
-            f"in training and in validation: {counted(len(both), 'image')}, such as {copy}; the figures would be of images seen in "
-            "training: remove them from one of the two, or draw a split with --new-split"
+            f"in training and in validation: {counted(len(both), 'image')}, such as {copy}; the figures would include images "
+            "seen in training: remove them from one of the two, or draw a split with --new-split"
         )
 
 
@@ -187,7 +187,7 @@ def count_classes(datasets: Mapping[str, CocoDataset]) -> tuple[list[tuple], lis
     """Boxes of each class in each data set.
 
     Returns:
-        Rows (class, boxes in each data set); and a line for each data set that lacks classes.
+        Rows (class, boxes in each data set); and a message for each data set that lacks classes.
     """
     names = next(iter(datasets.values())).classes.names
     labels = {split: data.records.boxes_to_learn()[2] for split, data in datasets.items()}

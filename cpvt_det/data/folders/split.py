@@ -2,8 +2,8 @@
 """One data set -> images to train on and images to validate on.
 
 The same images and seed give the same split on every machine. Near-duplicates, such as neighbouring frames of a film, stay
-together: otherwise the figures would be of images that were almost seen in training. Only where there is little else, a long film
-is cut.
+together: otherwise validation would use images that were almost seen in training. A long film is cut only if there are few other
+images.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from cpvt_det.errors import DataError
 
 VALIDATION_SHARE = 0.2
 MOST_TO_VALIDATE = 500
-"""Images: more make an evaluation longer and a figure hardly more certain."""
+"""Number of images; more would make an evaluation longer, but its figures hardly more certain."""
 
 
 def divide(content: Sections, root: Path, seed: int, notes: list[str]) -> dict[str, set[int]]:
@@ -26,13 +26,13 @@ def divide(content: Sections, root: Path, seed: int, notes: list[str]) -> dict[s
 
     Args:
         content: COCO's sections, whose images have paths as ``file_name``.
-        root: the folder of the data; paths count from there.
+        root: folder of the data; the draw uses paths relative to it.
         seed: seed of the draw.
-        notes: what has to be said of the split is added, a line each.
+        notes: list to which remarks on the split are added, a line each.
 
     Returns:
-        ``train`` and ``val``, each with the ids of its images. A class is in both, where that takes no group with the last objects
-        of another class, and none that is larger than all of ``val`` should be.
+        ``train`` and ``val``, each with the ids of its images. Each class is in both, unless ``val`` would need a group with the
+        last objects of some class, or a group that is larger than all of ``val`` should be.
 
     Raises:
         DataError: fewer than two images.
@@ -50,7 +50,7 @@ def divide(content: Sections, root: Path, seed: int, notes: list[str]) -> dict[s
         groups = [group[start : start + target] for group in ordered for start in range(0, len(group), target)]
         notes.append(
             f"{sum(map(len, long))} images are nearly the same, as frames of a film are, and there are few others: they were "
-            "divided in the order of their names, so figures are of images that are like those of the training"
+            "divided in the order of their names, so the figures come from images that are like those of the training set"
         )
     classes = defaultdict(set)
     for annotation in content["annotations"]:
@@ -62,7 +62,7 @@ def divide(content: Sections, root: Path, seed: int, notes: list[str]) -> dict[s
 
 
 def _groups(images: Mapping[int, str], root: Path, seed: int) -> list[list[int]]:
-    """Groups of near-duplicates, in an order drawn by the seed and the names of their files."""
+    """Groups of near-duplicates, in an order derived from the seed and their file names."""
     order = {}
     for image_id, path in images.items():
         name = os.path.relpath(path, root).replace(os.sep, "/")
@@ -75,9 +75,9 @@ def _groups(images: Mapping[int, str], root: Path, seed: int) -> list[list[int]]
 
 
 def _choose(classes: Sequence[set[str]], sizes: Sequence[int], target: int) -> set[int]:
-    """Groups to validate on: one for each class from the rarest on, then others in their order, up to ``target`` images.
+    """Groups to validate on: one for each class, the rarest first, then others in their order, up to ``target`` images.
 
-    The last group that has a class is left to training, and so is one that is larger than the target alone.
+    The last group with objects of a class stays in training, and so does a group that alone exceeds the target.
     """
     count = Counter(name for group in classes for name in group)
     chosen: set[int] = set()
@@ -99,4 +99,4 @@ def _choose(classes: Sequence[set[str]], sizes: Sequence[int], target: int) -> s
         if is_free(number) and total + size <= target:
             take(number)
             total += size
-    return chosen or {min(range(len(sizes)), key=sizes.__getitem__)}  # none is free where every group is the last of a class
+    return chosen or {min(range(len(sizes)), key=sizes.__getitem__)}  # no group is free if each is the last with some class

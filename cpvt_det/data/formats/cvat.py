@@ -23,15 +23,15 @@ SHAPES: dict[str, tuple[Sequence[str], Callable[[Sequence[float], float], list[f
     "ellipse": (("cx", "cy", "rx", "ry"), lambda numbers, angle: around_ellipse(*numbers, angle)),
     "mask": (("left", "top", "width", "height"), lambda numbers, angle: list(numbers)),
 }
-"""Shape of CVAT that is read -> the attributes with its numbers, and what makes COCO's box of these and of an angle in radians."""
+"""CVAT shape -> the attributes with its numbers, and a function that makes COCO's box from these and an angle in radians."""
 
 
 def read_cvat_files(listing: Listing, trees: Mapping[Path, ET.Element]) -> Sections:
-    """CVAT's own XML ("CVAT for images"): of each shape in :data:`SHAPES` the upright box around it, in pixels.
+    """Read CVAT's own XML ("CVAT for images"): each shape in :data:`SHAPES` becomes the upright box around it, in pixels.
 
     Args:
-        listing: the files of the folder.
-        trees: file -> its content.
+        listing: files of the folder.
+        trees: XML file -> its content.
 
     Raises:
         DataError: CVAT's XML of a video, which has tracks in place of images.
@@ -61,12 +61,12 @@ def read_cvat_files(listing: Listing, trees: Mapping[Path, ET.Element]) -> Secti
 def skipped_shapes(trees: Mapping[Path, ET.Element]) -> list[str]:
     """A line for each kind of shape in CVAT's XML that has no box: points, polylines, skeletons."""
     shapes = (shape for tree in trees.values() for image in tree.iterfind("image") for shape in image if shape.get("label"))
-    counts = Counter(shape.tag for shape in shapes if shape.tag not in (*SHAPES, "tag"))  # a tag is of the whole image
+    counts = Counter(shape.tag for shape in shapes if shape.tag not in (*SHAPES, "tag"))  # a tag labels the whole image
     return [f"not read: {number} annotations of the kind {tag!r}, which have no box" for tag, number in sorted(counts.items())]
 
 
 def _box(shape: ET.Element) -> dict[str, Any]:
-    """The COCO annotation of a shape's box, or of what is wrong with it."""
+    """The COCO annotation of a shape, with its box or its fault."""
     attributes, box_around = SHAPES[shape.tag]
     words = [word for name in attributes for word in re.split("[,;]", shape.get(name, ""))]
     try:

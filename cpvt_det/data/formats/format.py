@@ -23,13 +23,13 @@ class DataFormat:
         matches: whether a path, the second entry of a triple of ``DATASETS.REGISTER``, is a data set of this format.
         read: reader of a path and a split, the third entry. Images need ``id`` and ``file_name``, annotations ``id``,
             ``image_id``, ``category_id`` and ``bbox`` (xywh in pixels) or ``relative_cxcywh`` (in [0, 1]), categories ``id`` and
-            ``name``; sizes of images are optional. Faulty entries are passed on unchanged, for the check of the data to report, or
-            with ``rules.FAULT``, a heading and a text in the words of the format. ``source`` of an annotation is its file and line.
-        splits: names of the splits of such a path, for ``cpvt-det train FOLDER``; none for a path that is one set, which is read
-            with the split "".
-        files: paths of all files that ``read`` reads or whose existence it asks about, images too, in an order that does not
-            change; with it, what was read of 10,000 files or more is kept in ``DATASETS.CACHE`` until one of them changes.
-            ``None``: it is read at every start.
+            ``name``; sizes of images are optional. Faulty entries are passed on for the data check to report: either unchanged, or
+            with ``rules.FAULT``, a heading and a text in the format's own terms. ``source`` of an annotation is its file and line.
+        splits: names of the splits of such a path, for ``cpvt-det train FOLDER``; empty for a path that is a single set, which is
+            read with the split "".
+        files: paths of all files that ``read`` reads or checks the existence of, images too, in a fixed order. With them, a data
+            set of 10,000 files or more is cached in ``DATASETS.CACHE`` until one of them changes. ``None``: the data set is read
+            at every start.
     """
 
     matches: Callable[[Path], bool]
@@ -41,10 +41,10 @@ class DataFormat:
 def make_sections(
     images: Iterable[dict[str, Any]], annotations: Iterable[dict[str, Any]], names: Mapping[int, str], *notes: Notes
 ) -> Sections:
-    """Sections whose images and annotations have ids from 1 on, in their order; with all notes, each place once.
+    """Sections whose images and annotations are numbered from 1 in their order; with all notes, each place once.
 
     Args:
-        images, annotations: entries; the id of one that has its own is not changed.
+        images, annotations: entries; an entry that has an id keeps it.
         names: name of each class by its id.
         notes: notes of several kinds.
     """
@@ -84,6 +84,6 @@ def register_format(
 
 
 def find_format(path: Path) -> DataFormat | None:
-    """The format of a path; ``None`` where no registered one matches."""
+    """The format of a path; ``None`` if no registered format matches."""
     formats = [data_format for _, data_format in FORMAT_REGISTRY]
     return next((data_format for data_format in reversed(formats) if data_format.matches(path)), None)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A folder of images per class, ``root/train/CLASS/*.jpg``: the layout of ImageNet and of torchvision's ``ImageFolder``.
 
-An image is one object of its class that fills it. Files in deeper folders belong to the class too, each folder once, also where
-links lead to it again; files of other suffixes, and names that start with a dot, are not looked at.
+Each image counts as one object of its class, which fills the image. Files in deeper folders belong to the class, too; a folder is
+read only once, even if links lead to it again. Files with other suffixes, and names that start with a dot, are ignored.
 """
 
 import os
@@ -18,7 +18,7 @@ WHOLE = [0.5, 0.5, 1.0, 1.0]
 
 
 def is_image_folder(path: Path) -> bool:
-    """Whether a folder has images in folders of its folders, or in its folders."""
+    """Whether a folder has images in its subfolders, or one level deeper."""
     folders = _folders(path) if path.is_dir() else []
     return any(_has_image(inside) for folder in folders for inside in (folder, *_folders(folder)))
 
@@ -32,11 +32,11 @@ def read_image_folder(root: Path, split: str) -> Sections:
         split: name of a folder in ``root``, whose folders are the classes; empty: the folders of ``root`` are the classes.
 
     Returns:
-        The sections. Category ids count from 1 in alphabetical order over the classes of all splits, so that a split that lacks one
-        has the same labels; image ids count from 1 in the order of the paths.
+        The sections. Category ids count from 1 in alphabetical order over the classes of all splits, so that a split that lacks a
+        class has the same labels; image ids count from 1 in the order of the paths.
 
     Raises:
-        DataError: a split that does not exist, or without a folder of a class.
+        DataError: a split that does not exist, or that has no class folder.
     """
     place = root / split
     if not place.is_dir():
@@ -68,6 +68,6 @@ def _has_image(folder: Path) -> bool:
 
 def _images(folder: Path) -> Iterator[str]:
     """Paths of the images in a folder and below it, by name."""
-    parents = set(map(str, Path(os.path.realpath(folder)).parents))  # a link to one would bring the images of other classes
+    parents = set(map(str, Path(os.path.realpath(folder)).parents))  # a link to one would bring in images of other classes
     for place, files in walk(folder, parents):
         yield from (os.path.join(place, name) for name in files if is_image(name))

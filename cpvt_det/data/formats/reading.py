@@ -39,7 +39,7 @@ def read_foreign(files: DatasetFiles) -> Sections:
 
 
 def complete(content: Sections) -> Sections:
-    """The same sections, with all sizes of images, with boxes in pixels, and with notes."""
+    """The same sections, completed by all image sizes, boxes in pixels, and notes."""
     content.setdefault("notes", {})
     _add_sizes(content["images"])
     _add_boxes(content)
@@ -62,7 +62,7 @@ def _size(path: str) -> tuple[int, int]:
 
 
 def _add_boxes(content: Sections) -> None:
-    """Convert boxes relative to their image to pixels; those whose numbers are far from being shares are faults."""
+    """Convert boxes relative to their image to pixels; boxes with numbers far outside [0, 1] become faults."""
     size_of = {image["id"]: (image.get("width", 1), image.get("height", 1)) for image in content["images"]}
     for annotation in content["annotations"]:
         relative = annotation.pop("relative_cxcywh", None)

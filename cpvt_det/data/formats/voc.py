@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pascal VOC's format: one XML file per image.
 
-Box coordinates start at 1 and include the last pixel; where any is 0, they are taken to start at 0 in the whole data set. Objects
+Box coordinates start at 1 and include the last pixel; if any is 0, they are taken to start at 0 in the whole data set. Objects
 marked difficult are neither learned nor counted in evaluation, as in VOC's own evaluation: they become COCO's crowds. Source: the
 VOC 2012 development kit, section 10. Rotated boxes (roLabelImg) and polygons (LabelMe) become the upright boxes around them.
 """
@@ -25,7 +25,7 @@ SIDES = ("xmin", "ymin", "xmax", "ymax")
 
 
 def voc_splits(folder: Path) -> list[str]:
-    """Names of the splits in ``ImageSets/Main``; of VOC's own, not those of single classes (``aeroplane_train``)."""
+    """Names of the splits in ``ImageSets/Main``, without VOC's lists for single classes (``aeroplane_train``)."""
     names = _lists(folder)
     return [name for name in names if name.rpartition("_")[2] == name or name.rpartition("_")[2] not in names]
 
@@ -50,12 +50,12 @@ def read_voc(folder: Path, split: str) -> Sections:
     """Read a data set into COCO's sections.
 
     Args:
-        folder: a folder with XML files and images, as ``Annotations/`` and ``JPEGImages/``, side by side, or in other folders.
+        folder: folder with XML files and images: in ``Annotations/`` and ``JPEGImages/``, side by side, or in other folders.
         split: name of a file in ``ImageSets/Main`` without ``.txt``; empty for every XML file.
 
     Returns:
         The sections. Category ids count from 1 in the order of ``classes.txt`` in the folder, or else in alphabetical order over
-        all XML files of the folder, whatever the split; image ids count from 1 in the order of the split, or of their names.
+        all XML files of the folder, regardless of the split; image ids count from 1 in the order of the split, or of their names.
 
     Raises:
         DataError: a file that cannot be read, or a split that does not exist.
@@ -101,7 +101,7 @@ def _name(element: ET.Element) -> str:
 
 
 def _classes(folder: Path, trees: Iterable[ET.Element]) -> dict[str, int]:
-    """Category ids, from 1, by class name: of ``classes.txt`` in the folder, or else of the XML files, in alphabetical order."""
+    """Class name -> category id, from 1: in the order of ``classes.txt``, or else of the names in the XML files, sorted."""
     listed = folder / "classes.txt"
     if listed.is_file():
         names = map(composed, read_lines(listed))
@@ -126,7 +126,7 @@ def _split(folder: Path, split: str, names: Names) -> list[Path]:
 
 
 def _listed(folder: Path, path: Path, line: str, names: Names) -> Path:
-    """The XML file of a line: an image's name, in quotes or not, and perhaps VOC's 1, 0 or -1 behind it."""
+    """The XML file for a line that has an image's name, perhaps in quotes and perhaps followed by VOC's 1, 0 or -1."""
     whole = line[1:-1].strip() if line[:1] == line[-1:] == '"' else line
     for loosely in (False, True):
         for name in (whole, re.sub(r"\s+-?[01]$", "", whole).strip('"')):

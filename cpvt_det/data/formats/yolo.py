@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""YOLO's format: one text file of boxes per image, and a YAML file with class names and splits, or no such file.
+"""YOLO's format: one text file of boxes per image, with or without a YAML file of class names and splits.
 
-A line of text is ``class cx cy w h``, or the polygon ``class x1 y1 x2 y2 x3 y3 ...``; all but the class relative to the image.
-Where the YAML file has ``kpt_shape``, numbers of keypoints follow the box. Source: the format of Ultralytics and Roboflow.
+A line of text is ``class cx cy w h``, or the polygon ``class x1 y1 x2 y2 x3 y3 ...``; all numbers but the class are relative to the
+image. If the YAML file has ``kpt_shape``, numbers for keypoints follow the box. Source: the format of Ultralytics and Roboflow.
 """
 
 import math
@@ -22,21 +22,21 @@ from cpvt_det.data.validation.rules import FAULT
 from cpvt_det.errors import DataError, counted, first_line
 
 NAME_FILES = ("classes.txt", "obj.names", "labels.txt", "names.txt", "_darknet.labels")
-"""Files with a class name per line, in the order of the numbers in YOLO's text files; further ones end in ``.names``."""
+"""Files with one class name per line, in the order of the class numbers in text files; others end in ``.names``."""
 MOST_CLASSES = 10_000
-"""Classes without names that a folder of text files may have."""
+"""Largest number of classes in a folder of text files without class names."""
 LINE = "class cx cy w h"
 KEYPOINTS = "keypoints need kpt_shape in data.yaml"
 CORNERS = (8, 10)
-"""Numbers of polygons of four points, open and closed: tools write boxes, also rotated ones, in this way."""
+"""How many numbers a polygon of four points has, open or closed; tools write boxes, also rotated ones, in this way."""
 LARGEST_CORNER = 1.5
-"""Of a polygon's points, in parts of the image's sides; a larger number may say how visible a keypoint is."""
+"""Largest coordinate of a polygon, as a fraction of the image's sides; a larger number may be a keypoint's visibility."""
 AT_LEAST = 5
-"""Lines that show by the number of their numbers whether these are keypoints."""
+"""Smallest number of lines whose equal lengths suggest that all of them hold keypoints."""
 
 
 def find_yolo(path: Path) -> Path | None:
-    """The YAML file of a data set: the path itself, or ``data.yaml`` in a folder; ``None`` where there is none."""
+    """The YAML file of a data set: the path itself, or ``data.yaml`` in a folder; ``None`` if there is none."""
     if path.suffix.lower() in (".yaml", ".yml"):
         return path
     inside = path / "data.yaml"
@@ -55,7 +55,7 @@ class YoloFile:
 
     def __init__(self, path: Path):
         self.path = find_yolo(path) or path
-        try:  # values as they are written: YAML 1.1 would make False of the class `no`, and 8 of `010`
+        try:  # values as they are written: YAML 1.1 would turn the class `no` into False, and `010` into 8
             content = yaml.load(read_text(self.path), yaml.BaseLoader)
         except (yaml.YAMLError, RecursionError) as error:
             where = f", line {error.problem_mark.line + 1}" if getattr(error, "problem_mark", None) else ""
@@ -66,12 +66,12 @@ class YoloFile:
             raise DataError(f"{self.path} is not a YOLO data set: expected keys train, val and names, got a {kind}")
         self.content = {key: None if value in ("", "~", "null") else value for key, value in content.items()}
         root = self.path.parent / str(self.content.get("path") or "").replace("\\", "/")
-        # `path:` may be of the machine that the file was written on
+        # `path:` may refer to the machine on which the file was written
         self.root = root if os.path.isdir(root) else self.path.parent
 
     @property
     def missing(self) -> dict[str, str]:
-        """Those of ``train``, ``val`` and ``test`` that it names -> what is missing of them; empty where the images are there."""
+        """Each of ``train``, ``val`` and ``test`` that the file names -> what is missing; empty if the images are there."""
         found = {}
         for split in filter(self._written, SPLITS):
             try:
@@ -98,7 +98,7 @@ class YoloFile:
 
     @property
     def keypoints(self) -> int | None:
-        """How many numbers of keypoints follow a box; ``None`` where it is not written."""
+        """How many numbers for keypoints follow a box; ``None`` if the file has no ``kpt_shape``."""
         shape = self.content.get("kpt_shape")
         if shape is None:
             return None
@@ -116,11 +116,11 @@ class YoloFile:
         for place in map(str, written if isinstance(written, list) else [written]):
             bases = dict.fromkeys((self.root, self.path.parent))
             tried = [self.root / place, *(base / end for base in bases for end in _ends(place))]
-            there = next((candidate for candidate in tried if os.path.exists(candidate)), None)  # False for what no name can be
+            there = next((candidate for candidate in tried if os.path.exists(candidate)), None)  # False for impossible names
             if there is None:
                 raise DataError(
-                    f"{self.path}: split {split!r} is {place}, but {tried[0]} does not exist; write its path from the folder of "
-                    "the file on"
+                    f"{self.path}: split {split!r} is {place}, but {tried[0]} does not exist; write its path relative to the "
+                    "folder of the file"
                 )
             places.append(there)
         return places
@@ -135,11 +135,11 @@ class YoloFile:
         return Listing(self.root, *others)
 
     def files(self, split: str) -> list[Path]:
-        """What :func:`read_yolo` reads: the file, and all files of the data set."""
+        """All files that :func:`read_yolo` reads: the YAML file, and the files of the data set."""
         return [self.path, *self.listing(self.places(split)).files]
 
     def _written(self, split: str) -> Any:
-        """What stands under a name of a split; ``None`` without any."""
+        """The value under any name of a split; ``None`` if there is none."""
         return next((self.content[key] for key, of in SPLIT_NAMES.items() if of == split and self.content.get(key)), None)
 
 
@@ -153,7 +153,7 @@ def read_yolo(path: Path, split: str) -> Sections:
     """Read a data set into COCO's sections, with ``relative_cxcywh`` for boxes and without sizes of images.
 
     Args:
-        path: a folder with ``data.yaml``, or the YAML file.
+        path: folder with ``data.yaml``, or the YAML file.
         split: ``train``, ``val`` or ``test``.
 
     Returns:
@@ -169,7 +169,7 @@ def read_yolo(path: Path, split: str) -> Sections:
     names = Names(listing.images, listing)
     images = {image["file_name"]: image for place in places for image in _images(place, names)}
     listed = {Path(name).parent for name, image in images.items() if FAULT not in image}
-    if outside := listed - {image.parent for image in listing.images}:  # of lists: their label files are there, too
+    if outside := listed - {image.parent for image in listing.images}:  # images of lists, with their label files
         listing = described.listing([*places, *outside])
         names = Names(listing.images, listing)
     if not images:
@@ -178,18 +178,20 @@ def read_yolo(path: Path, split: str) -> Sections:
 
 
 def label_files(listing: Listing) -> list[Path]:
-    """The text files of a folder that have the name of an image and lines like YOLO's, or such lines alone."""
+    """The text files named like images, if any of them has lines like YOLO's; without such names, all files with such lines."""
     pairs = Names(listing.images, listing).pair(_texts(listing))
     alike = [path for path in pairs or _texts(listing) if _is_like_labels(path, strictly=not pairs)]
     return list(pairs) if alike and pairs else alike
 
 
 def read_label_files(listing: Listing) -> Sections:
-    """YOLO's text files without a YAML file. An image without a text file has no objects; ids and classes as in :func:`read_yolo`,
-    where no file has the classes' names they are called by their numbers.
+    """Read YOLO's text files without a YAML file.
+
+    An image without a text file has no objects. Ids and classes are as in :func:`read_yolo`; if no file has class names, classes
+    are called by their numbers.
 
     Raises:
-        DataError: a file that cannot be read; files with other names of classes.
+        DataError: a file that cannot be read; files with different class names.
     """
     listed = _listed_names(listing)
     images = [{"file_name": str(path)} for path in listing.images]
@@ -201,7 +203,7 @@ def _texts(listing: Listing) -> list[Path]:
 
 
 def _is_like_labels(path: Path, strictly: bool) -> bool:
-    """Whether the first line begins with five numbers, whatever is between them; or strictly, with four of them in [0, 1]."""
+    """Whether a file begins with five numbers, whatever separates them; with ``strictly``, the last four must be in [0, 1]."""
     words = re.split(r"[\s,;]+", ends_of(path, 400).lstrip())[:5]
     if len(words) < 5 or not all(re.fullmatch(r"[+-]?(\d+\.?\d*(e[+-]?\d+)?|\.\d+|nan|inf)", word, re.I) for word in words):
         return False
@@ -211,13 +213,14 @@ def _is_like_labels(path: Path, strictly: bool) -> bool:
 def _sections(
     images: list[dict[str, Any]], names: Names, split: str, keypoints: int | None, classes: Mapping[int, str] | None
 ) -> Sections:
-    """COCO's sections of the images of a split, or of all where it is empty, whose text files are looked for by ``names``.
+    """COCO's sections for the images of a split, or for all images if it is empty; ``names`` finds their text files.
 
-    ``None`` for the number of numbers behind a box: it is not known; for the names of the classes: these are their numbers.
+    ``keypoints`` is how many numbers follow a box, ``None`` if unknown. If ``classes`` is ``None``, classes are called by their
+    numbers.
     """
     texts = _texts(names.listing)
     label_of = {str(image): label for label, image in names.pair(texts).items()}
-    ours = (split, "") if split == "train" else (split,)  # what is in no folder of a split is told once
+    ours = (split, "") if split == "train" else (split,)  # files outside of all splits are reported once
     orphans, unreadable = (
         [path for path in paths if not split or names.listing.split_of(path) in ours]
         for paths in (sorted(set(texts) - set(label_of.values())), names.listing.unreadable)
@@ -249,7 +252,7 @@ def _sections(
 
 
 def _parse(line: str, keypoints: int) -> dict[str, Any]:
-    """Class and box of a line, or its fault; ``count`` and ``numbers``, the first six, of a line that could be something else."""
+    """Class and box of a line, or its fault; for an ambiguous line also its ``count`` of numbers and the first six ``numbers``."""
     said, number, *numbers = repr(line[:100]), *_numbers(line)
     if not all(map(math.isfinite, (number, *numbers))):
         return _fault("lines that are not numbers", f"{said}; expected {LINE}")
@@ -273,7 +276,7 @@ def _parse(line: str, keypoints: int) -> dict[str, Any]:
 
 
 def _numbers(line: str) -> list[float]:
-    """The numbers of a line; a single NaN where it has something else. Commas are between them, or in the place of points."""
+    """The numbers of a line, or a single NaN if it has anything else. Commas separate numbers, or are decimal commas."""
     words = re.split(r"[\s,;]+", line) if "." in line else line.replace(",", ".").split()
     try:
         return [float(word) for word in words if word]
@@ -286,11 +289,12 @@ def _fault(heading: str, detail: str) -> dict[str, Any]:
 
 
 def _settle(annotations: Sequence[dict[str, Any]], is_known: bool) -> dict[str, list[str]]:
-    """Decide what lines are that could be several things; returns notes.
+    """Decide what ambiguous lines mean; returns notes.
 
-    A confidence, and a track, which is a whole number, may stand behind a box: where the first four numbers are boxes inside their
-    images in all such lines, and four others are not. The polygons of a data set have different numbers of points, other than lists
-    of keypoints, unless it ``is_known`` how many keypoints there are. Lines that cannot be decided become faults.
+    A box may be followed by a confidence, and then by a track, which is a whole number. Lines are read this way if their first four
+    numbers are always a box inside the image, but the four from the second number on are not. Polygons in a data set differ in
+    their number of points, unlike lists of keypoints; this is checked unless it ``is_known`` how many keypoints there are. Lines
+    that remain unclear become faults.
     """
     notes = {}
     of_count = {count: [box for box in annotations if box.get("count") == count] for count in (5, 6)}
@@ -319,7 +323,7 @@ def _settle(annotations: Sequence[dict[str, Any]], is_known: bool) -> dict[str, 
 
 
 def _is_box(numbers: Sequence[float]) -> bool:
-    """Whether numbers are cx, cy, w and h of a box in its image, with a hundredth more on each side."""
+    """Whether numbers are cx, cy, w and h of a box in its image, with a tolerance of a hundredth on each side."""
     (cx, cy, w, h), low, high = numbers, -0.01, 1.01
     return w > 0 and h > 0 and low <= min(cx - w / 2, cy - h / 2) and max(cx + w / 2, cy + h / 2) <= high
 
@@ -328,7 +332,7 @@ def _numbers_as_names(annotations: Sequence[dict[str, Any]]) -> dict[int, str]:
     """A name for each class up to the largest number.
 
     Raises:
-        DataError: a number so large that it is no class.
+        DataError: a number that is too large for a class.
     """
     last = max(annotations, key=lambda annotation: annotation["category_id"], default={"category_id": 0})
     if last["category_id"] >= MOST_CLASSES:
@@ -340,7 +344,7 @@ def _numbers_as_names(annotations: Sequence[dict[str, Any]]) -> dict[int, str]:
 
 
 def _listed_names(listing: Listing) -> list[str]:
-    """The names of the classes in files of their own, empty without one.
+    """The class names in files made for them; empty if there is no such file.
 
     Raises:
         DataError: files that contradict each other.
@@ -353,12 +357,12 @@ def _listed_names(listing: Listing) -> list[str]:
     contents = [read_lines(path) for path in files]
     other = next((number for number, names in enumerate(contents) if names != contents[0]), None)
     if other is not None:
-        raise DataError(f"{files[0]} and {files[other]} have other names of classes, or another order; keep the one that is right")
+        raise DataError(f"{files[0]} and {files[other]} have different class names, or another order; keep the one that is right")
     return contents[0] if contents else []
 
 
 def _ends(place: str) -> list[Path]:
-    """What a path may mean in the folder of its file: Roboflow writes ``../train/images`` and means ``train/images``; and
+    """Paths that a path may stand for in the folder of its file: Roboflow writes ``../train/images`` for ``train/images``, and
     ``/home/me/cats/train/images`` of another machine is ``cats/train/images`` or ``train/images``, but not just any ``images``."""
     words = place.replace("\\", "/").split("/")
     parts = [word for word in words if word not in ("", ".", "..")]
@@ -368,7 +372,7 @@ def _ends(place: str) -> list[Path]:
 
 
 def _images(place: Path, names: Names) -> Iterator[dict[str, Any]]:
-    """Entries of the images in a folder, of a list, or of one image."""
+    """Entries of the images in a folder or in a list, or of a single image."""
     if place.is_dir() or place.suffix.lower() in IMAGES:
         yield from ({"file_name": str(path)} for path in (names.listing.below(place) if place.is_dir() else [place]))
     else:

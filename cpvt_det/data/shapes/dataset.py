@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The shapes data set: drawn, seeded, in COCO format, so that a detector can be trained without a download.
 
-Before the way of one image: it writes the files that ``data/coco.py`` reads. Every image depends only on
+This step comes before the data pipeline: it writes the files that ``data/coco.py`` reads. Every image depends only on
 ``default_rng([seed, split, image])``, so neither the number of processes nor the number of images changes it.
 """
 
@@ -24,7 +24,7 @@ from cpvt_det.errors import DataError
 from cpvt_det.files import atomic_file
 from cpvt_det.memory import usable_cores
 
-# A parameter in the JSON: increase it with any change of the drawing or of the JSON, so that older data can be distinguished.
+# Stored in the JSON: increase it with any change to the drawing or the JSON, so that older data can be told apart.
 GENERATOR_VERSION = 2
 SPLITS = ("train", "val")
 CHUNK = 16  # number of images that a process takes at a time

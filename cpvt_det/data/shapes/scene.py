@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One image of the shapes data set: planned as a scene, then painted.
 
-Two classes, ``hourglass`` and ``bowtie``, are one glyph and the same turned by 90 degrees: they differ only in orientation.
-Mirroring does not change them, nor the others apart from their jitter, so an image may be flipped and keeps its labels.
+Two classes, ``hourglass`` and ``bowtie``, are the same glyph, one of them turned by 90 degrees: they differ only in orientation.
+Apart from their jitter, mirroring changes no shape, so a flipped image keeps its labels.
 """
 
 import math
@@ -56,8 +56,8 @@ class ShapesSpec:
         max_objects: largest number of objects per image; the smallest is 0.
         max_overlap: largest share of a box that other boxes may cover in total.
         min_visible: smallest share of an object's area inside the image; at 0.5, an hourglass could look like a triangle.
-        scale: factor of both ranges of pixels; one seed draws the same scenes at every scale.
-        aspect: width over height of every image, whose area is that of a square with a side in ``image_sides``; ``None``: sides
+        scale: factor for both pixel ranges; one seed draws the same scenes at every scale.
+        aspect: width over height of every image, which has the area of a square with a side from ``image_sides``; ``None``: sides
             are drawn independently.
 
     Raises:
@@ -115,7 +115,7 @@ class Shape:
 
 @dataclass
 class Backdrop:
-    """A background: a colour with a gradient over the image, and a texture of noise at two sizes and a wave, in one tint."""
+    """A background: a colour with a gradient over the image, and a texture in one tint, made of noise at two sizes and a wave."""
 
     base: np.ndarray  # (3,)
     slope: np.ndarray  # (2, 3), from border to border along x and y
@@ -170,7 +170,7 @@ def draw_image(spec: ShapesSpec, rng: np.random.Generator) -> tuple[np.ndarray, 
 
 
 def plan_scene(spec: ShapesSpec, rng: np.random.Generator) -> Scene:
-    """Choose all objects and their positions, at scale 1 whatever ``spec.scale``."""
+    """Choose all objects and their positions, at scale 1 regardless of ``spec.scale``."""
     width, height = _sides_of(spec, *rng.integers(spec.image_sides[0], spec.image_sides[1] + 1, 2).tolist())
     backdrop = _plan_backdrop(rng)
     marks = [_plan_mark(width, height, rng) for _ in range(rng.integers(0, 5))]
@@ -289,7 +289,7 @@ def _leaves_room(shape: Shape, others: Sequence[Shape], max_overlap: float) -> b
 
 
 def _pick_colour(avoid: Sequence[np.ndarray], rng: np.random.Generator) -> np.ndarray:
-    """A random colour with enough contrast to others; if none of 30 has, the one with most contrast."""
+    """A random colour with enough contrast to the others, or the best of 30 random colours if none has enough."""
     colours = rng.uniform(0, 255, (30, 3))
     # (30, 1, 3) - (n, 3) -> (30, n), weighted by the eye's sensitivity
     distances = np.sqrt((((colours[:, None] - np.stack(avoid)) ** 2) * (0.7, 1.6, 0.7)).sum(-1))

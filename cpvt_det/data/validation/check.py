@@ -25,13 +25,13 @@ from cpvt_det.data.validation.rules import Fault
 from cpvt_det.errors import DataError, MissingFileError, UnreachableError
 
 PATIENCE = 30.0
-"""Seconds for which a data set is waited for, in all, whose mount or server does not answer."""
+"""Seconds, in total, to wait for a data set whose mount or server does not answer."""
 NOT_TRIED = f"not tried, as no image could be read for {PATIENCE:.0f} seconds"
 AT_ONCE = 4096  # images that wait for a thread
 
 
 class NotTriedError(UnreachableError):
-    """An image that nobody tried to read, as no other could be read for a time."""
+    """An image that was not tried, because no other image could be read for a time."""
 
 
 @dataclass
@@ -58,8 +58,8 @@ def look_at_images(records: Records, decode: bool, examples: float, part: range 
 
     Args:
         records: records of a data set.
-        decode: decode every image, not only those that seem cut off.
-        examples: largest number of examples kept of each kind of issue.
+        decode: whether to decode every image, not only those that seem cut off.
+        examples: largest number of examples stored for each kind of issue.
         part: indices of the records to look at; ``None`` for all. A part that does not begin with the first has no progress bar.
     """
     part = range(len(records)) if part is None else part
@@ -69,7 +69,7 @@ def look_at_images(records: Records, decode: bool, examples: float, part: range 
     for index, found in zip(part, seen, strict=True):
         image_id, path = int(image_ids[index]), records.path(index)
         looked.may_pass |= isinstance(found, UnreachableError) and not isinstance(found, MissingFileError)
-        if isinstance(found, NotTriedError):  # no fault, which might be dropped
+        if isinstance(found, NotTriedError):  # not a fault, because faults may be dropped
             looked.issues.add_error(f"images {NOT_TRIED}", f"image {image_id}: {path}")
             continue
         fault = _fault(path, sizes[index].tolist(), found)
@@ -82,13 +82,13 @@ def look_at_images(records: Records, decode: bool, examples: float, part: range 
 
 
 def look_at_files(paths: Iterable[str], number: int, decode: bool = False, quiet: bool = False) -> Iterator[Seen]:
-    """What there is under each path; a :class:`NotTriedError` where no other could be read for a time.
+    """The header or error of each path; a :class:`NotTriedError` if no image could be read for a time.
 
     Args:
         paths: paths of images.
         number: number of paths.
-        decode: decode every image, not only those that seem cut off.
-        quiet: whether there is no progress bar.
+        decode: whether to decode every image, not only those that seem cut off.
+        quiet: whether to hide the progress bar.
     """
     bar = partial(tqdm, desc="checking images", leave=False, unit="img", mininterval=0.5, delay=1.0, file=sys.stderr)
     paths, patience = iter(paths), Patience(PATIENCE)
@@ -111,10 +111,10 @@ def check_data(
 
     Args:
         train, tests: files of each data set; a data set may be in both.
-        decode: decode every image, which also finds damage behind the header.
-        examples: largest number of examples kept of each kind of issue.
-        look: what looks at the image files of a data set; in a run of several processes, each at a part of them.
-        cache: folder for what was read of large annotation files; ``None`` for none.
+        decode: whether to decode every image, which also finds damage behind the header.
+        examples: largest number of examples stored for each kind of issue.
+        look: function that looks at the image files of a data set; with several processes, each looks at a part of the files.
+        cache: folder that caches large data sets; ``None`` for none.
     """
     together = Issues("", examples)
     read: dict[str, CocoDataset] = {}

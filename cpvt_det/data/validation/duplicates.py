@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Images that are nearly the same: copies, other sizes and compressions of one image, neighbouring frames of a film.
 
-Each image becomes a thumbnail of 24 x 24 grey values, less their mean and divided by their norm; the product of two is the
-correlation of their pixels. Brightness and contrast do not matter. No list of pairs is made: of a film these are as many as the
-square of its frames.
+Each image becomes a thumbnail of 24 x 24 grey values, minus their mean and divided by their norm. The product of two thumbnails is
+the correlation of their pixels, so brightness and contrast do not matter. No list of pairs is made, because for a film it grows
+with the square of the number of frames.
 """
 
 import sys
@@ -19,19 +19,20 @@ SIDE = 24
 ALIKE = 0.95
 """Correlation from which two images are near-duplicates."""
 FLAT = 1.0
-"""Standard deviation, in grey values, below which a thumbnail shows nothing that could be compared."""
+"""Standard deviation, in grey values, below which a thumbnail is too uniform to be compared."""
 CHUNK = 256
-"""Images that are compared with all others at once."""
+"""Number of images that are compared with all others at once."""
 
 
 def near_duplicates(first: Sequence[str], second: Sequence[str]) -> dict[int, tuple[int, int]]:
-    """Images that are nearly the same as one of others.
+    """Find images in ``second`` that are nearly the same as one in ``first``.
 
     Args:
-        first, second: paths of images, as of :func:`cpvt_det.data.images.open_image`; one that cannot be read has no duplicates.
+        first, second: paths of images, as in :func:`cpvt_det.data.images.open_image`; unreadable images have no duplicates.
 
     Returns:
-        Index in ``second``, rising -> index in ``first`` of the first image that is nearly the same, and the number of such images.
+        Index in ``second``, ascending -> index in ``first`` of the first image that is nearly the same, and the number of such
+        images.
     """
     one, other = _thumbnails(first), _thumbnails(second)
     found = {}
@@ -44,10 +45,10 @@ def near_duplicates(first: Sequence[str], second: Sequence[str]) -> dict[int, tu
 
 
 def group_near_duplicates(paths: Sequence[str]) -> list[int]:
-    """The group of each image: two images that are nearly the same are of one group, and so are all that are linked by such pairs.
+    """The group of each image: images that are nearly the same share a group, and so do all images linked by such pairs.
 
     Args:
-        paths: as of :func:`near_duplicates`.
+        paths: paths of images, as in :func:`near_duplicates`.
     """
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
@@ -75,7 +76,7 @@ def _thumbnail(path: str) -> np.ndarray:
         with open_image(path) as file, Image.open(file) as image:
             image.draft("L", (4 * SIDE, 4 * SIDE))  # a JPEG is decoded at an eighth of its size
             values = np.asarray(image.convert("L").resize((SIDE, SIDE), Image.Resampling.BOX), dtype=np.float32).ravel()
-    except Exception:  # what decoders raise has no common base; the check of the data reports it
+    except Exception:  # decoders' errors have no common base class; the data check reports them
         return np.zeros(SIDE * SIDE, dtype=np.float32)
     values = values - values.mean()
     return values / np.linalg.norm(values) if values.std() >= FLAT else np.zeros_like(values)

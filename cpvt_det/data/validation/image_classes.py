@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The further rules of image classification: an image has one class, and a class has an image in every split."""
+"""Additional rules for image classification: each image has exactly one class, and each class has an image in every split."""
 
 import numpy as np
 
@@ -24,7 +24,7 @@ def check_image_classes(data: CheckedData) -> CheckedData:
     """Check data sets that were read; an image without exactly one class is left out.
 
     Args:
-        data: data sets of any format; several boxes of one class are one class.
+        data: data sets of any format; several boxes of one class count as one class.
     """
     made = {dataset.name: ClassDataset(**vars(dataset)) for dataset in (*data.train, *data.tests)}
     for dataset in made.values():
@@ -37,7 +37,7 @@ def check_image_classes(data: CheckedData) -> CheckedData:
 
 
 def count_images(records: Records, number: int) -> np.ndarray:
-    """(number,) int64, images of each class, where each has one."""
+    """(number,) int64, number of images of each class; every image must have one class."""
     counts = np.zeros(number, dtype=np.int64)
     for block in records.blocks():
         image_of, _, labels = block.boxes_to_learn()
@@ -51,7 +51,7 @@ def _leave_out_several(dataset: ClassDataset) -> None:
     for block in dataset.records.blocks():
         image_of, _, labels = block.boxes_to_learn()
         number = labels.max(initial=0) + 1
-        classes = np.unique(image_of * number + labels) // number  # an image for each class in it
+        classes = np.unique(image_of * number + labels) // number  # each image once for each of its classes
         for index in np.flatnonzero(np.bincount(classes, minlength=len(block)) != 1).tolist():
             record = block[index]
             names = [dataset.classes.names[label] for label in np.unique(record.labels)]

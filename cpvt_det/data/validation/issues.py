@@ -9,7 +9,7 @@ from typing import Any
 from cpvt_det.errors import DataError, DataFaultsError
 
 EXAMPLES = 20
-"""Number of examples kept of each kind; further ones are only counted, unless all are requested."""
+"""Number of examples stored for each kind of issue; further ones are only counted, unless all are requested."""
 POLICIES = ("error", "drop")
 """Values of ``DATASETS.ON_BAD``."""
 
@@ -36,7 +36,7 @@ class Issues:
 
     Args:
         source: name of the source, such as a data set with its JSON; empty where each issue names its own.
-        examples: largest number of examples kept of each kind, infinity for all.
+        examples: largest number of examples stored for each kind of issue, infinity for all.
 
     Attributes:
         errors: issues that always stop a run.
@@ -64,7 +64,7 @@ class Issues:
         self._add(self.infos, heading, where)
 
     def count_info(self, heading: str, number: int) -> None:
-        """Add to the number of issues of a kind that has its examples."""
+        """Add to the number of issues of a kind that already has its examples."""
         self.infos.setdefault(heading, Group()).count += number
 
     def _add(self, groups: Groups, heading: str, where: str) -> None:
@@ -83,13 +83,13 @@ class Issues:
                 group.examples = [*group.examples, *other.examples][: self.examples]
 
     def to_json(self) -> dict[str, Any]:
-        """What was found, in values that JSON takes."""
+        """All issues, in values that JSON can hold."""
         kinds = {"errors": self.errors, "faults": self.faults, "infos": self.infos}
         return {name: {heading: asdict(group) for heading, group in groups.items()} for name, groups in kinds.items()}
 
     @classmethod
     def from_json(cls, found: dict[str, Any], source: str = "", examples: float = EXAMPLES) -> "Issues":
-        """What :meth:`to_json` returned, as issues of a source."""
+        """The issues of a source, from the result of :meth:`to_json`."""
         issues = cls(source, examples)
         for name, groups in found.items():
             setattr(issues, name, {heading: Group(**group) for heading, group in groups.items()})
@@ -104,7 +104,7 @@ class Issues:
         return {heading: group.count for groups in (self.errors, self.faults, self.infos) for heading, group in groups.items()}
 
     def lines(self, *parts: Groups) -> list[str]:
-        """Lines with the source, headings and examples of some of the three attributes; none where they are empty."""
+        """Lines with the source, headings and examples of some of the three attributes; no lines if these are empty."""
         lines = [f"{self.source}:"] if self.source and any(parts) else []
         for heading, group in (item for groups in parts for item in groups.items()):
             lines += [f"  {heading}: {group.count}", *(f"    {example}" for example in group.examples)]
@@ -114,12 +114,12 @@ class Issues:
 
 @dataclass
 class Looked:
-    """The result of looking at many image files of a data set; of images without anything to note there is nothing.
+    """The result of looking at many image files of a data set; images without issues leave nothing in it.
 
     Attributes:
-        issues: what was found.
-        faulty: ids of the images that have to be left out.
-        may_pass: whether another look may find more, without a change of the files.
+        issues: issues that were found.
+        faulty: ids of the images that must be left out.
+        may_pass: whether another look may have a different result even if no file changes.
     """
 
     issues: Issues
@@ -156,7 +156,7 @@ def require_no_errors(found: Iterable[Issues], on_bad: str) -> None:
 
 
 def summary(found: Iterable[Issues]) -> str:
-    """The number of faults, and the advice how to continue."""
+    """The number of faults, and advice on how to continue."""
     found = list(found)
     number = sum(group.count for one in found for groups in (one.errors, one.faults) for group in groups.values())
     return f"{number} fault{'s' * (number != 1)} in the data{_advice(found)}"

@@ -17,7 +17,7 @@ Size = tuple[float, float]
 """(height, width) in pixels."""
 
 FAULT = "fault of cpvt_det"
-"""Key of an entry whose reader found a fault, with heading and detail in the words of its format."""
+"""Key of an entry in which a reader found a fault; its value is heading and detail in the terms of the format."""
 WITHOUT_AREA = "boxes without area, left out"
 OUTSIDE = "boxes outside the image, left out"
 CLIPPED = "boxes partly outside the image, clipped"
@@ -27,7 +27,7 @@ LARGEST_NUMBER = 1e15
 LARGEST_AREA = 1e10  # square pixels; COCO's evaluation ignores larger objects, and those of negative area
 LARGEST_SIDE = 10**6  # pixels
 LARGEST_SHARE = 2.0
-"""Of an image's width or height, in a box relative to it that may reach beyond the image."""
+"""Largest number in a relative box, in widths or heights of the image; the box may reach beyond the image."""
 SMALL = 0.1  # pixels; a smaller side may become 0 in the float32 of the records
 
 
@@ -99,8 +99,8 @@ def clip_box(box: list[float], size: Size) -> tuple[list[float] | None, str | No
         size: (height, width) of the image in pixels.
 
     Returns:
-        The box, the part of it inside the image, or ``None``; and the reason where it is not the whole box: one of
-        ``WITHOUT_AREA``, ``OUTSIDE`` and ``CLIPPED``.
+        The box, the part of it inside the image, or ``None``; and, if it is not the whole box, the reason: ``WITHOUT_AREA``,
+        ``OUTSIDE`` or ``CLIPPED``.
     """
     x, y, w, h = box
     if w <= 0 or h <= 0:
