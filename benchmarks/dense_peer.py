@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +42,13 @@ from cpvt_det.files import write_json
 from cpvt_det.memory import usable_cores
 from cpvt_det.solver.ema import MovingAverage
 from cpvt_det.structures import Detections
+from cpvt_det.training.recipe import average_decay
 from cpvt_det.training.tasks.task import Task, build_task
 
 ROOT = Path(__file__).resolve().parent.parent
 CHANNELS, CONVOLUTIONS = 128, 2
 BOX_BIAS = 3.0
-"""Initial bias of the box branch: a ReLU follows it, and from 0 on half of the branch would not learn."""
+"""Initial bias of the box branch. A ReLU follows it, so with a bias of 0 half of the outputs would not learn."""
 WARM_UP = 0.03  # share of the time
 TIMED = 20  # steps after which the length of the run is estimated, for the moving average
 WORDS = "MODEL.BACKBONE.NAME timm/tf_efficientnet_lite0 MODEL.BACKBONE.WEIGHTS pip MODEL.BACKBONE.NORM FrozenBN"
@@ -62,9 +62,15 @@ class Pyramid(nn.Module):
 
     def __init__(self, backbone: nn.Module):
         super().__init__()
-        self.backbone = backbone.eval().requires_grad_(False)
+        self.backbone = backbone.requires_grad_(False)
         self.fpn = FeaturePyramidNetwork(list(backbone.channels), CHANNELS)
         self.out_channels = CHANNELS
+
+    def train(self, mode: bool = True) -> "Pyramid":
+        """Set the mode; the backbone stays in evaluation."""
+        super().train(mode)
+        self.backbone.eval()
+        return self
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
         padding_mask = torch.zeros(images.shape[0], *images.shape[2:], dtype=torch.bool, device=images.device)
@@ -115,8 +121,7 @@ def train(model: FCOS, task: Task, records: Any, dataset: Any, seconds: float, r
     average = MovingAverage(learned, 0.9)
     begin, steps, curve, evaluation = time.process_time(), 0, {}, 0.0
     model.train()
-    model.backbone.backbone.eval()
-    for samples in _endless(task, records, seed):
+    for samples in task.build_train_loader(records, seed):
         used = time.process_time()
         if used >= seconds - evaluation:
             break
@@ -135,10 +140,10 @@ def train(model: FCOS, task: Task, records: Any, dataset: Any, seconds: float, r
         steps += 1
         if steps == TIMED:
             expected = (seconds - used) / ((time.process_time() - begin) / TIMED)
-            average.decay = min(0.9998, max(0.9, 1 - 30 / expected))
+            average.decay = average_decay(expected)
         average.update_parameters(learned)
     final = _of_average(average, learned, model, task, dataset)
-    figures = {name: _number(final[name]) for name in ("AP", "AP50", "AP75", "APs", "APm", "APl")}
+    figures = {name: _number(final[name]) for name in task.figures}
     curve = {step: _number(found["AP50"]) for step, found in {**curve, steps: final}.items()}
     return {**figures, "iterations": steps, "curve": curve, "decay": average.decay}
 
@@ -147,17 +152,11 @@ def _number(value: float) -> float | None:
     return None if math.isnan(value) else value  # of sizes that no object has
 
 
-def _endless(task: Task, records: Any, seed: int) -> Iterator[list[Sample]]:
-    while True:
-        yield from task.build_train_loader(records, seed)
-
-
 def _of_average(average: MovingAverage, learned: nn.Module, model: FCOS, task: Task, dataset: Any) -> dict[str, float]:
     own = {name: value.clone() for name, value in learned.state_dict().items()}
     learned.load_state_dict(average.module.state_dict())
     found = evaluate(model, task, dataset)
     learned.load_state_dict(own)
-    model.backbone.backbone.eval()
     return found
 
 

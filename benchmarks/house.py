@@ -201,7 +201,7 @@ def room_arrows(graph: Graph) -> set[tuple[str, str]]:
 def drawing(trees: dict[str, ast.Module]) -> list[str]:
     """A line for each room: its floor, which is the longest way down, what it is, and the rooms below that it imports.
 
-    What is in the rooms is the beginning of their docstrings. Rooms that others of the line import anyhow are left out of it.
+    The description is the beginning of the room's docstring. A room that another one of the line imports anyhow is left out.
     """
     below: Graph = {room_of(name): set() for name in trees if room_of(name) not in ("__init__", "__main__")}
     for room, other in room_arrows(import_graph(trees, True)):

@@ -395,13 +395,14 @@ def fine_tuning() -> list[Row]:
 
 
 CHANGED = {
-    "base": "the rule",
+    "start_new_heads": "the rule, first detector",
+    "base": "the rule, second detector",
     "no_warm_up": "no warm-up",
     "canvas_384": "short side 384 instead of 224",
     "thawed": "the last two stages of the backbone trained too",
     "heads_10": "new heads at 10 times the rate",
 }
-"""Label of a record of fine-tuning in which one number of the rule is changed -> what is."""
+"""Label of a record of fine-tuning -> what is changed in the rule. All but the first start from the second detector."""
 
 
 def tuning_numbers() -> list[Row]:

@@ -261,7 +261,7 @@ def _pick_rows(tensor: Tensor, own: Tensor, read: Weights, rows_by_name: Mapping
 
 
 def _without_counters(names: list[str]) -> list[str]:
-    """Names without the counters of batch norms, which do not change any result."""
+    """Names, excluding batch-norm counters, which do not affect any result."""
     return [name for name in names if not name.endswith("num_batches_tracked")]
 
 

@@ -64,7 +64,7 @@ class ImageHeader:
     """The header of an image file.
 
     Attributes:
-        width, height: size in pixels after turning.
+        width, height: size in pixels after rotation.
         mode: Pillow's name for the pixel format, such as "RGB" or "I;16".
         orientation: EXIF orientation, 1 to 8; 1 means not turned; from 5 on, turning swaps width and height.
         is_whole: whether the file contains the end mark of its format, or the format has none.

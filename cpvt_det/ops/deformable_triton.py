@@ -150,7 +150,7 @@ def _launch_backward(
 
 
 def _gather(inputs: tuple[Tensor, ...], level_shapes: Sequence[Size], keys: Tensor, cells: int, total: int) -> Tensor:
-    """The gradient of value from the samples' cells, (B, Q, M, L, P), with one program per pixel and head, one launch per level."""
+    """The gradient of value from the samples' cells, (B, Q, M, L, P): one program per pixel and head, one launch per level."""
     grad_output, value, locations, weights = inputs
     images, tokens, heads = value.shape[:3]
     ordered, order = torch.sort(keys.flatten(), stable=True)

@@ -23,7 +23,7 @@ class FeedForwardPEGEncoding(PositionEncoding):
         zero_init: start as the identity, to fine-tune trained weights.
 
     Raises:
-        ValueError: a kernel size that is not odd and positive; in ``feed``, several levels.
+        ValueError: a kernel size that is not odd and positive, or in ``feed`` more than one level.
 
     Source: arXiv 2609.26590 (GTR), where it acts on the gated half of a SwiGLU, on square maps.
     """

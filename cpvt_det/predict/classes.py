@@ -73,7 +73,7 @@ class ClassPredictor(Predictor):
     def _predict_batch(
         self, images: Sequence[ImageInput], pixels: list[torch.Tensor], tiling: Tiling | None, batch_size: int
     ) -> list[ImageClasses]:
-        """The classes of one batch; pixels are (3, H, W) uint8 each."""
+        """The classes of one batch; each element of ``pixels`` is a (3, H, W) uint8 tensor."""
         if tiling is not None:
             raise ValueError("tiles are for detectors, and this model is a classifier; leave them out")
         found = classify(self.detector, [{"image": self.mapper.prepare(image)} for image in pixels])

@@ -37,7 +37,7 @@ class Found:
         detections: number of detections that passed the threshold.
         best: highest score of all detections; ``None`` if there are none.
         best_name: class of that detection, and name of its image.
-        full: names of images in which every detection passed the threshold, so that there may be more objects.
+        full: names of images in which every detection passed the threshold, so some objects may have been cut off.
         limit: number of detections in the first of these images.
     """
 

@@ -88,7 +88,7 @@ class LRSchedule:
         self.schedule = schedule
         self._scheduler = _scheduler(schedule, kind, gamma, end)
         if end and kind != "cosine":
-            raise ValueError(f"COSINE_END is {end}, but the schedule {kind!r} is no cosine; leave it at 0")
+            raise ValueError(f"COSINE_END is {end}, but the schedule {kind!r} is not a cosine; leave it at 0")
 
     def factor(self, iteration: int) -> float:
         """The factor at an iteration, counted from 0."""

@@ -325,23 +325,23 @@ def length_choices(plan: Plan, data: DataFacts, pace: Pace, budget: float, epoch
         epochs = float(f"{min(possible, most):.3g}")
     steps = epochs * data.images / plan.batch
     takes = f"{evaluation:.0f} s" if evaluation >= 1 else "less than a second"
-    warm_up = _warm_up(steps) / steps * epochs if plan.tunes else 0.03 * epochs
+    warm_up = min(max(0.03 * steps, WARM_UP[0]), WARM_UP[1], 0.2 * steps) if plan.tunes else 0.03 * steps  # new heads settle in it
     work = f"{counted(steps, 'step')} of {pace.step:.2f} s, {counted(more + 1, 'evaluation')} of {takes}"
     why = f"{work}, in {format_seconds(budget)}"
     if possible > most:
         why = f"the most that is planned, though {possible:.0f} would fit into {format_seconds(budget)}"
     return [
         Choice("SOLVER.EPOCHS", epochs, why),
-        Choice("SOLVER.WARMUP_EPOCHS", float(f"{warm_up:.3g}")),
-        Choice("SOLVER.EMA.DECAY", float(f"{min(0.9998, max(0.9, 1 - 30 / steps)):.4g}"), "averages over a thirtieth of the run"),
+        Choice("SOLVER.WARMUP_EPOCHS", float(f"{warm_up / steps * epochs:.3g}")),
+        Choice("SOLVER.EMA.DECAY", float(f"{average_decay(steps):.4g}"), "averages over a thirtieth of the run"),
         Choice("SOLVER.CHECKPOINT_PERIOD", max(100, round(steps / 10)), "about ten times, for --resume"),
         Choice("TEST.EVAL_EPOCHS", _rounded_up(epochs / (more + 1)), f"an evaluation takes {takes}"),
     ]
 
 
-def _warm_up(steps: float) -> float:
-    """The number of steps in which new heads settle before the rest learns at its full rate; in a short run, a fifth of the run."""
-    return min(max(0.03 * steps, WARM_UP[0]), WARM_UP[1], 0.2 * steps)
+def average_decay(steps: float) -> float:
+    """Decay of the moving average in a run of so many steps: it averages over about a thirtieth of them."""
+    return min(0.9998, max(0.9, 1 - 30 / steps))
 
 
 def _rounded_up(value: float) -> float:

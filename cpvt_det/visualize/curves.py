@@ -64,7 +64,7 @@ def curves_figure(records: Records) -> "Figure":
 
 
 def read_metrics(metrics_json: str | os.PathLike[str]) -> Records:
-    """Read a metrics file of detectron2's format, from a run that may have been stopped and resumed.
+    """Read a metrics file in detectron2's format, from a run that may have been stopped and resumed.
 
     Where the iteration number goes back, the run was resumed: earlier lines from that iteration on are dropped. Lines of the same
     iteration are merged; the later value wins. Incomplete lines, which a killed run leaves, are skipped with a warning. Bare NaN

@@ -17,8 +17,6 @@ WORDS = "MODEL.BACKBONE.NAME resnet10 MODEL.BACKBONE.WIDTH 8 MODEL.BACKBONE.NORM
 WORDS += " MODEL.BACKBONE.STAGES (3,4,5) INPUT.RESIZE_CROP.ENABLED False DATALOADER.NUM_WORKERS 0"
 WORDS += " INPUT.MIN_SIZE_TRAIN (64,) INPUT.MAX_SIZE_TRAIN 96 INPUT.MIN_SIZE_TEST 64 INPUT.MAX_SIZE_TEST 96"
 WORDS += " SOLVER.IMS_PER_BATCH 2 TEST.IMS_PER_BATCH 2"
-
-
 BUILD = dense_peer.build_peer
 
 
@@ -37,7 +35,8 @@ def test_images_are_from_0_to_1_and_boxes_in_their_pixels():
 
 
 def test_the_peer_normalises_as_the_backbone_wants_and_resizes_nothing():
-    model = small_peer()
+    model = small_peer().train()
+    assert model.head.training and not any(part.training for part in model.backbone.backbone.modules())
     given, _ = model.transform([torch.full((3, 40, 80), 0.5)], None)
     assert given.image_sizes == [(40, 80)] and given.tensors.shape == (1, 3, 64, 96)
     assert given.tensors[0, :, :40, :80].abs().max() < 1e-6  # 0.5 is the mean
@@ -45,7 +44,7 @@ def test_the_peer_normalises_as_the_backbone_wants_and_resizes_nothing():
 
 
 def test_boxes_are_measured_in_pixels_of_the_original_image():
-    """A model that finds each object where it is in the resized image has an AP of 100."""
+    """The image has been resized by 1/2 in width and by 1/3 in height."""
     added = []
     found = {"boxes": torch.tensor([[5.0, 10.0, 15.0, 20.0]]), "scores": torch.ones(1), "labels": torch.zeros(1, dtype=torch.int64)}
     sample = {"image": torch.zeros(3, 40, 80, dtype=torch.uint8), "image_id": 7, "width": 160, "height": 120}

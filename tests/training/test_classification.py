@@ -242,7 +242,7 @@ def test_images_with_several_classes_are_refused(drawn_coco, tmp_path):
         ({"MODEL__CLASSIFIER__SMOOTHING": 1.0}, r"label smoothing must be from 0 to below 1, got 1.0"),
         ({"MODEL__CLASSIFIER__TEACHER_WEIGHTS": "x"}, r"TEACHER_WEIGHTS is 'x', but the teacher is not a timm network"),
         ({"MODEL__CLASSIFIER__TEACHER": "timm/resnet18"}, r"a teacher without weights teaches nothing"),
-        ({"SOLVER__COSINE_END": 0.1}, r"COSINE_END is 0.1, but the schedule 'step' is no cosine"),
+        ({"SOLVER__COSINE_END": 0.1}, r"COSINE_END is 0.1, but the schedule 'step' is not a cosine"),
         (
             {"SOLVER__COSINE_END": 2.0, "SOLVER__SCHEDULE": "cosine", "SOLVER__GAMMA": 0.1},
             r"COSINE_END must be from 0 to 1, got 2.0",

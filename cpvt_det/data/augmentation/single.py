@@ -97,7 +97,7 @@ class RandomIoUCrop(v2.RandomIoUCrop):
     ):
         super().__init__(min_scale, max_scale, min_aspect_ratio, max_aspect_ratio, sampler_options, trials)
         if max(self.options, default=0) < 1:
-            raise ValueError(f"sampler_options must contain 1, at which the image stays whole, got {list(self.options)}")
+            raise ValueError(f"sampler_options must contain 1, which keeps the image whole, got {list(self.options)}")
 
     def forward(self, image: Tensor, boxes: Tensor, labels: Tensor) -> Scene:
         """Crop; an image without boxes stays whole, as torchvision decides after many trials."""

@@ -43,7 +43,7 @@ class Layout:
         format: name of the format: coco, yolo, voc, cvat, or one that the user registered.
         what: the files that are read, for the log.
         places: files of the folder's own splits, ``train`` and at least one other, as a config can name them; empty if it has none.
-        read: reader of all images together.
+        read: function that reads all images at once.
         notes: remarks on what was found but is not read, a line each.
     """
 
