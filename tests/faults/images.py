@@ -195,7 +195,7 @@ CANNOT = "image files that cannot be read: ...image 1: cannot read image .../ima
 FINE = "drawn: 4 images, 0 of them without objects, "
 TURNED = "images turned according to EXIF; boxes are taken to be in the turned image: 1"
 REPORTED = check(  # an image that cannot be read is passed over
-    "        if isinstance(found, NotTriedError):  # no fault, which might be dropped\n",
+    "        if isinstance(found, NotTriedError):  # not a fault, because faults may be dropped\n",
     "        if isinstance(found, DataError):\n            continue\n        if False:\n",
 )
 ENDS = check("if decode or not header.is_whole:", "if decode:")
