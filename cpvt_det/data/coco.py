@@ -79,7 +79,7 @@ def _digest(records: Records) -> str:
 
 
 def load_coco(files: DatasetFiles) -> CocoDataset:
-    """Read a data set that has no faults.
+    """:func:`read_coco` for a data set that must have no faults.
 
     Args:
         files: files of the data set; for COCO JSON, the images are not opened.

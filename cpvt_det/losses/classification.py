@@ -72,7 +72,7 @@ class SoftmaxClassification:
             weights = torch.ones_like(index, dtype=logits.dtype).masked_fill_(index == self.num_classes, self.background_weight)
             slopes = logits.log_softmax(-1)
             losses = -weights * slopes.gather(-1, index)
-            slopes.exp_()
+            slopes.exp_()  # the slope of a cross-entropy by its logits: the probabilities, minus 1 at the true class
             slopes.scatter_(-1, index, slopes.gather(-1, index) - 1).mul_(weights)
         return PrecomputedGradient.apply(logits, losses.sum((1, 2, 3)), slopes)
 

@@ -86,9 +86,9 @@ class SetCriterion:
             if weights.get(f"loss_{name}"):
                 raise ValueError(f"the loss {name!r} is there already, with the weight {weights[f'loss_{name}']}")
             weights[f"loss_{name}"], self.losses[f"loss_{name}"] = weight, loss
+        many_weights = {**weights, "loss_class": many_class_weight}
         self.weights = {name: weight for name, weight in weights.items() if weight}
-        weights["loss_class"] = many_class_weight
-        self.many_weights = {name: weight for name, weight in weights.items() if weight}
+        self.many_weights = {name: weight for name, weight in many_weights.items() if weight}
 
     def __call__(self, predictions: Predictions, targets: Sequence[Targets], normalizers: Normalizers | None = None) -> Losses:
         """Compare predictions with targets.

@@ -196,7 +196,8 @@ def test_an_image_that_loses_all_boxes_is_empty():
 
 
 def test_iou_crop_ends_for_every_image():
-    with pytest.raises(ConfigError, match=r"'RandomIoUCrop': sampler_options must contain 1, which keeps the image whole, got \[0\.5, 0\.9\]"):
+    message = r"'RandomIoUCrop': sampler_options must contain 1, which keeps the image whole, got \[0\.5, 0\.9\]"
+    with pytest.raises(ConfigError, match=message):
         steps_of(["RandomIoUCrop", {"sampler_options": [0.5, 0.9]}])
     scene = paint((60, 90), [])
     assert step_of("RandomIoUCrop")(*scene)[0].shape == scene[0].shape
