@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torchvision.models.detection import FCOS
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.fcos import FCOSHead
+from torchvision.models.detection.transform import GeneralizedRCNNTransform
 from torchvision.ops import FeaturePyramidNetwork
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this folder is not part of the installed package
@@ -57,6 +58,13 @@ WORDS += " INPUT.MIN_SIZE_TRAIN (192,208,224,240,256) INPUT.MAX_SIZE_TRAIN 480 I
 WORDS += " SOLVER.IMS_PER_BATCH 2 TEST.IMS_PER_BATCH 8"
 
 
+class Unresized(GeneralizedRCNNTransform):
+    """Normalise and pad, as torchvision does, but leave the sizes of images to our loader, also in evaluation."""
+
+    def resize(self, image: Tensor, target: dict[str, Tensor] | None = None) -> tuple[Tensor, dict[str, Tensor] | None]:
+        return image, target
+
+
 class Pyramid(nn.Module):
     """Our backbone without gradients, and a feature pyramid: (B, 3, H, W) -> maps of 128 channels by name."""
 
@@ -84,9 +92,10 @@ def build_peer(backbone: nn.Module, num_classes: int) -> FCOS:
     anchors = AnchorGenerator(tuple((stride,) for stride in backbone.strides), ((1.0,),) * len(backbone.strides))
     head = FCOSHead(CHANNELS, 1, num_classes, CONVOLUTIONS)
     nn.init.constant_(head.regression_head.bbox_reg.bias, BOX_BIAS)
-    statistics = {"image_mean": [x / 255 for x in backbone.pixel_mean], "image_std": [x / 255 for x in backbone.pixel_std]}
-    more = {"score_thresh": 0.02, "_skip_resize": True, "size_divisible": max(backbone.strides)}
-    return FCOS(Pyramid(backbone), num_classes, anchor_generator=anchors, head=head, **statistics, **more)
+    model = FCOS(Pyramid(backbone), num_classes, anchor_generator=anchors, head=head, score_thresh=0.02)
+    mean, std = ([x / 255 for x in values] for values in (backbone.pixel_mean, backbone.pixel_std))
+    model.transform = Unresized(0, 0, mean, std, max(backbone.strides))
+    return model
 
 
 def as_inputs(samples: list[Sample]) -> tuple[list[Tensor], list[dict[str, Tensor]]]:

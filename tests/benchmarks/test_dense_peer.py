@@ -34,9 +34,11 @@ def test_images_are_from_0_to_1_and_boxes_in_their_pixels():
     assert target["boxes"].tolist() == [[20, 0, 60, 20]]
 
 
-def test_the_peer_normalises_as_the_backbone_wants_and_resizes_nothing():
-    model = small_peer().train()
-    assert model.head.training and not any(part.training for part in model.backbone.backbone.modules())
+@pytest.mark.parametrize("training", [True, False])
+def test_the_peer_normalises_as_the_backbone_wants_and_resizes_nothing(training):
+    """torchvision's own option resizes nothing in training only; then AP is measured on images of 800 pixels."""
+    model = small_peer().train(training)
+    assert model.head.training == training and not any(part.training for part in model.backbone.backbone.modules())
     given, _ = model.transform([torch.full((3, 40, 80), 0.5)], None)
     assert given.image_sizes == [(40, 80)] and given.tensors.shape == (1, 3, 64, 96)
     assert given.tensors[0, :, :40, :80].abs().max() < 1e-6  # 0.5 is the mean
