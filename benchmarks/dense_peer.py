@@ -2,13 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """torchvision's FCOS in the place of our detector, on a folder of images, for the same CPU seconds, as a record::
 
-    python benchmarks/dense_peer.py aquarium FOLDER --seconds 600 --output benchmarks/results/small_data_peers
+    python benchmarks/small_data.py aquarium FOLDER --budget 10m --output benchmarks/results/small_data_peers
+    python benchmarks/dense_peer.py aquarium FOLDER --budget 10m --seconds 650 --output benchmarks/results/small_data_peers
 
 Backbone, canvas, loader and AP are those of ``cpvt-det train FOLDER``: a frozen EfficientNet-Lite0 with its ImageNet weights, and
 its maps of strides 8, 16 and 32. On top is FCOS (arXiv 1904.01355), 128 channels wide: a feature pyramid, and towers of two
 convolutions with GroupNorm. AdamW, cosine schedule, moving average, flips and five image sizes are as in our own runs.
 
-CPU seconds are those of the whole process: imports, checks of the data, and two evaluations, at half of the time and at the end.
+``--seconds`` are the CPU seconds that the command used for its budget, which is wall time. They are those of the whole process:
+imports, checks of the data, and two evaluations, at half of the time and at the end.
 """
 
 import math
@@ -172,6 +174,7 @@ def _of_average(average: MovingAverage, learned: nn.Module, model: FCOS, task: T
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("name")
 @click.argument("folder", type=click.Path(path_type=Path, resolve_path=True))
+@click.option("--budget", default="10m", show_default=True, help="Budget of the run of cpvt-det train beside it.")
 @click.option("--seconds", default=600.0, show_default=True, help="CPU seconds of the whole process.")
 @click.option("--rate", default=1e-3, show_default=True, help="Learning rate.")
 @click.option("--seed", default=0, show_default=True)
@@ -179,14 +182,15 @@ def _of_average(average: MovingAverage, learned: nn.Module, model: FCOS, task: T
 @click.option("--busy", is_flag=True, help="Measure although the machine has other work; the record shows it.")
 @common_options
 @report_errors
-def main(name: str, folder: Path, seconds: float, rate: float, seed: int, output: Path, busy: bool) -> None:
+def main(name: str, folder: Path, budget: str, seconds: float, rate: float, seed: int, output: Path, busy: bool) -> None:
     """Train FCOS on FOLDER with one thread, and write OUTPUT/NAME_SECONDSs_fcos_SEED.json."""
     load = check_load(busy)
     torch.set_num_threads(1)
     torch.manual_seed(seed)
-    command = f"python benchmarks/dense_peer.py {name} FOLDER --seconds {seconds:g} --rate {rate:g} --seed {seed}{' --busy' * busy}"
+    words = f"--budget {budget} --seconds {seconds:g} --rate {rate:g} --seed {seed}{' --busy' * busy}"
+    command = f"python benchmarks/dense_peer.py {name} FOLDER {words}"
     found = {"command": command, "commit": commit_of(ROOT), "machine": machine("cpu", load), "versions": versions()}
-    found |= {"cores": usable_cores(), "seed": seed, "seconds": seconds, "rate": rate}
+    found |= {"cores": usable_cores(), "seed": seed, "budget": budget, "seconds": seconds, "rate": rate}
     with tempfile.TemporaryDirectory() as place:
         cfg, _ = folder_config(folder, Path(place), WORDS.split())
         task = build_task(cfg)
@@ -197,7 +201,7 @@ def main(name: str, folder: Path, seconds: float, rate: float, seed: int, output
         start = time.perf_counter()
         found |= train(model, task, task.training_records(train_sets), tests[0], seconds, rate, seed)
     found |= {"wall_seconds": round(time.perf_counter() - start, 1), "cpu_seconds": round(time.process_time(), 1)}
-    path = output / f"{name}_{seconds:g}s_fcos_{seed}.json"
+    path = output / f"{name}_{budget}_fcos_{seed}.json"
     write_json(found, path)
     click.echo(f"{path}: AP {found['AP']:.1f}, AP50 {found['AP50']:.1f}, {found['iterations']} steps, {found['cpu_seconds']:.0f} s")
 

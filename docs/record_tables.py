@@ -448,6 +448,7 @@ TABLES: dict[str, Callable[[], list[Row]]] = {
     "budget": budget.rows,
     "small data": small_data_tables.as_trained,
     "small data goals": small_data_tables.goals,
+    "small data peers": small_data_tables.peers,
     "small data by size": small_data_tables.by_size,
     "small data one at a time": small_data_tables.one_at_a_time,
     "small data encodings": small_data_tables.encodings,

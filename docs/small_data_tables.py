@@ -18,6 +18,8 @@ from cpvt_det.visualize.figures import new_figure, save_figure
 ROOT = Path(__file__).resolve().parent.parent
 PICTURE = ROOT / "docs" / "pictures" / "small_data.png"
 RECORDS = ROOT / "benchmarks" / "results" / "small_data"
+PEERS = ROOT / "benchmarks" / "results" / "small_data_peers"
+"""Pairs of records of one machine: of ``benchmarks/small_data.py``, and of ``benchmarks/dense_peer.py`` for as many CPU seconds."""
 DATA = {
     "bccd": ("BCCD", 205),
     "aquarium": ("Aquarium", 448),
@@ -144,6 +146,19 @@ def draw_curves(path: Path = PICTURE) -> None:
 def _as_it_is() -> list[list[Record]]:
     """Records of the command with nothing replaced, by seed."""
     return _groups(lambda record: record["label"] in OF_ENCODING and not record.get("images") and _encoding(record) == CHOSEN)
+
+
+def peers() -> list[Row]:
+    """What the command reaches beside torchvision's FCOS, in the same CPU seconds."""
+    found: dict[tuple[str, ...], list[Record]] = defaultdict(list)
+    for path in sorted(PEERS.glob("*.json")):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        found[_title(record), record["budget"], "cpvt-det train" if "chosen" in record else "FCOS"].append(record)
+    rows = []
+    for key, runs in sorted(found.items()):
+        seconds = f"{statistics.mean(run['cpu_seconds'] for run in runs):,.0f}"
+        rows.append([*key, seconds, _steps(runs), _mean(runs, "AP"), _mean(runs, "AP50"), str(len(runs))])
+    return _table(["data", "budget", "detector", "CPU s", "steps", "AP", "AP50", "seeds"], rows)
 
 
 def by_size() -> list[Row]:

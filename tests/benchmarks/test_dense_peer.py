@@ -68,10 +68,10 @@ def test_a_run_ends_by_its_cpu_seconds_and_has_the_curve(tmp_path, monkeypatch):
     monkeypatch.setattr(dense_peer, "build_peer", lambda backbone, num_classes: small_peer(num_classes))
     monkeypatch.setattr(dense_peer, "load_backbone_weights", lambda *_: None)
     monkeypatch.setattr(dense_peer.time, "process_time", lambda: seconds.__setitem__(0, seconds[0] + 0.25) or seconds[0])
-    words = ["shapes", str(tmp_path / "shapes"), "--seconds", "10", "--busy", "--output", str(tmp_path)]
+    words = ["shapes", str(tmp_path / "shapes"), "--budget", "1m", "--seconds", "10", "--busy", "--output", str(tmp_path)]
     result = CliRunner().invoke(dense_peer.main, words)
     assert result.exit_code == 0, result.output
-    record = json.loads((tmp_path / "shapes_10s_fcos_0.json").read_text())
+    record = json.loads((tmp_path / "shapes_1m_fcos_0.json").read_text())
     assert record["cpu_seconds"] == pytest.approx(10, abs=1) and len(record["curve"]) == 2
     assert list(record["curve"])[-1] == str(record["iterations"]) and record["iterations"] > dense_peer.TIMED
     assert 0.9 <= record["decay"] < 0.9998 and 0 <= record["AP"] <= record["AP50"]
