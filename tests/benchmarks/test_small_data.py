@@ -135,3 +135,17 @@ def test_tables_grow_with_the_records(tmp_path, monkeypatch):
     write_record(tmp_path, "mine", 0, 31.0, label="sine")
     with pytest.raises(ValueError, match="two records of seed 0"):
         tables.as_trained()
+
+
+def test_a_peer_stands_below_the_runs_of_its_budget(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "PEERS", tmp_path)
+    assert tables.peers()[1][0] == "no record yet"
+    for seed, ap in enumerate((10.0, 14.0)):
+        write_record(tmp_path, "aquarium", seed, ap)
+    write_record(tmp_path, "aquarium", 0, 20.0, budget="30m")
+    peer = {"command": "python benchmarks/dense_peer.py aquarium FOLDER", "budget": "10m", "cpu_seconds": 650.2, "iterations": 1240}
+    (tmp_path / "peer.json").write_text(json.dumps(peer | {"AP": 15.0, "AP50": 38.0, "seed": 0}))
+    first, second, longer = tables.peers()[1:]
+    assert first[:3] == ["Aquarium", "10m", "FCOS"] and first[3:] == ["650", "1,240", "15.0", "38.0", "1"]
+    assert second[:3] == ["Aquarium", "10m", "cpvt-det train"] and second[5:] == ["12.0 (10.0 to 14.0)", "24.0 (20.0 to 28.0)", "2"]
+    assert longer[:3] == ["Aquarium", "30m", "cpvt-det train"]

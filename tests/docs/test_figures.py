@@ -65,7 +65,7 @@ RECORDS = {
         "benchmarks/results/exported_speed_photos_cpu_avx2_2threads.json",
     ],
     "docs/processors.md": ["benchmarks/results/fast_paths_cpu_avx2.json"],
-    "docs/small_data.md": ["benchmarks/results/small_data"],
+    "docs/small_data.md": ["benchmarks/results/small_data", "benchmarks/results/small_data_peers"],
     "docs/speed.md": [
         "benchmarks/results/before_after.md",
         "benchmarks/results/before_after_cpu_avx2.md",
