@@ -183,7 +183,7 @@ def _of_average(average: MovingAverage, learned: nn.Module, model: FCOS, task: T
 @common_options
 @report_errors
 def main(name: str, folder: Path, budget: str, seconds: float, rate: float, seed: int, output: Path, busy: bool) -> None:
-    """Train FCOS on FOLDER with one thread, and write OUTPUT/NAME_SECONDSs_fcos_SEED.json."""
+    """Train FCOS on FOLDER with one thread, and write OUTPUT/NAME_BUDGET_fcos_SEED.json."""
     load = check_load(busy)
     torch.set_num_threads(1)
     torch.manual_seed(seed)

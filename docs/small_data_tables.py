@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PICTURE = ROOT / "docs" / "pictures" / "small_data.png"
 RECORDS = ROOT / "benchmarks" / "results" / "small_data"
 PEERS = ROOT / "benchmarks" / "results" / "small_data_peers"
-"""Pairs of records of one machine: of ``benchmarks/small_data.py``, and of ``benchmarks/dense_peer.py`` for as many CPU seconds."""
+"""Pairs of records of one machine: of ``benchmarks/small_data.py``, and of ``benchmarks/dense_peer.py`` for about as many CPU seconds."""
 DATA = {
     "bccd": ("BCCD", 205),
     "aquarium": ("Aquarium", 448),
@@ -149,7 +149,7 @@ def _as_it_is() -> list[list[Record]]:
 
 
 def peers() -> list[Row]:
-    """What the command reaches beside torchvision's FCOS, in the same CPU seconds."""
+    """What the command reaches beside torchvision's FCOS, in about the same CPU seconds."""
     found: dict[tuple[str, ...], list[Record]] = defaultdict(list)
     for path in sorted(PEERS.glob("*.json")):
         record = json.loads(path.read_text(encoding="utf-8"))
