@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PICTURE = ROOT / "docs" / "pictures" / "small_data.png"
 RECORDS = ROOT / "benchmarks" / "results" / "small_data"
 PEERS = ROOT / "benchmarks" / "results" / "small_data_peers"
-"""Pairs of records of one machine: of ``benchmarks/small_data.py``, and of ``benchmarks/dense_peer.py`` for about as many CPU seconds."""
+"""Pairs of records of one machine, of about as many CPU seconds: ``benchmarks/small_data.py`` and ``benchmarks/dense_peer.py``."""
 DATA = {
     "bccd": ("BCCD", 205),
     "aquarium": ("Aquarium", 448),
