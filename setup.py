@@ -97,7 +97,11 @@ setup(
     python_requires=">=3.10",
     packages=[*find_packages(include=["cpvt_det", "cpvt_det.*"]), *CONFIGS],
     package_dir=CONFIGS,
-    package_data={"cpvt_det.visualize": ["pages/*"], **{package: ["*.yaml"] for package in CONFIGS}},
+    package_data={
+        "cpvt_det.visualize": ["pages/*"],
+        "cpvt_det.checkpoint": ["starter/*"],
+        **{package: ["*.yaml"] for package in CONFIGS},
+    },
     install_requires=INSTALL,
     extras_require={
         **{"detectron2": DETECTRON2, "timm": TIMM, "pretrained": PRETRAINED, "test": TEST, "docs": DOCS},

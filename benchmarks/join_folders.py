@@ -9,8 +9,8 @@
 
 Classes of one name are one class. Labels of the records of fine-tuning: ``start`` at the rates of other projects' detectors,
 ``SOLVER.BASE_LR 1e-4``, a tenth for the backbone, ten times for new heads; ``start_new_heads`` at those that it was trained at.
-Others start from a second detector, at its own rates: ``base`` and one change each (``docs/record_tables.py``); ``again``, and
-``kept``, without augmentation and with 28 % more time, as if the outputs of the frozen backbone were stored.
+Others, in no table, start from a second detector, at its own rates: ``base`` and one change each; ``again``, and ``kept``, without
+augmentation and with 28 % more time, as if the outputs of the frozen backbone were stored.
 """
 
 import sys

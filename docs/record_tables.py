@@ -394,28 +394,6 @@ def fine_tuning() -> list[Row]:
     return [*rows, ["all runs", "", "", "", "", *map(_with_interval, gains), str(len(gains[0]))]]
 
 
-CHANGED = {
-    "start_new_heads": "the rule, first detector",
-    "base": "the rule, second detector",
-    "no_warm_up": "no warm-up",
-    "canvas_384": "short side 384 instead of 224",
-    "thawed": "the last two stages of the backbone trained too",
-    "heads_10": "new heads at 10 times the rate",
-}
-"""Label of a record of fine-tuning -> what is changed in the rule. All but the first start from the second detector."""
-
-
-def tuning_numbers() -> list[Row]:
-    """AP by what is changed, 80 photographs, one seed."""
-    found = {}
-    for path in (ROOT / "benchmarks/results/fine_tuning").glob("*_80_images_0.json"):
-        run = json.loads(path.read_text(encoding="utf-8"))
-        found[small_data_tables.name_of(run), run["label"]] = run["AP"]
-    names = sorted({name for name, label in found if label == "base"})
-    rows = [["changed alone", *names]]
-    return rows + [[said, *(f"{found[name, label]:.1f}" for name in names)] for label, said in CHANGED.items()]
-
-
 def _with_interval(differences: Sequence[float]) -> str:
     """Mean and 95 % interval, by Student's t."""
     half = stats.sem(differences) * stats.t.ppf(0.975, len(differences) - 1)
@@ -438,7 +416,6 @@ TABLES: dict[str, Callable[[], list[Row]]] = {
     "parts": parts,
     "first boxes": first_boxes,
     "fine tuning": fine_tuning,
-    "tuning numbers": tuning_numbers,
     "tiles": partial(tiles, "tiles_shapes_val"),
     "tiles of boards": partial(tiles, "tiles_deeppcb_folder_val"),
     "shards": shards,

@@ -149,16 +149,22 @@ def _as_it_is() -> list[list[Record]]:
 
 
 def peers() -> list[Row]:
-    """What the command reaches beside torchvision's FCOS, in about the same CPU seconds."""
+    """What the command reaches with and without its starter, and torchvision's FCOS, in about the same CPU seconds."""
     found: dict[tuple[str, ...], list[Record]] = defaultdict(list)
     for path in sorted(PEERS.glob("*.json")):
         record = json.loads(path.read_text(encoding="utf-8"))
-        found[_title(record), record["budget"], "cpvt-det train" if "chosen" in record else "FCOS"].append(record)
+        found[_title(record), record["budget"], _detector(record)].append(record)
     rows = []
     for key, runs in sorted(found.items()):
         seconds = f"{statistics.mean(run['cpu_seconds'] for run in runs):,.0f}"
         rows.append([*key, seconds, _steps(runs), _mean(runs, "AP"), _mean(runs, "AP50"), str(len(runs))])
     return _table(["data", "budget", "detector", "CPU s", "steps", "AP", "AP50", "seeds"], rows)
+
+
+def _detector(record: Record) -> str:
+    if "chosen" not in record:
+        return "FCOS"
+    return "cpvt-det train" + ("" if record["chosen"]["MODEL"].get("WEIGHTS") else " --start none")
 
 
 def by_size() -> list[Row]:

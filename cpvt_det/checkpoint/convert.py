@@ -65,15 +65,6 @@ _HF_LAYERS: Renames = (
     (r"\.o_proj\.", ".out_proj."),
     (r"\.(mlp\.)?fc([12])\.", r".linear\2."),
 )
-_HF_RESNET: Renames = (
-    (r"\.body\.embedder\.embedder\.convolution\.", ".body.conv1."),
-    (r"\.body\.embedder\.embedder\.normalization\.", ".body.bn1."),
-    *((rf"\.body\.encoder\.stages\.{n}\.layers\.", f".body.layer{n + 1}.") for n in _STAGES),
-    *((rf"\.layer\.{n}\.convolution\.", f".conv{n + 1}.") for n in range(3)),
-    *((rf"\.layer\.{n}\.normalization\.", f".bn{n + 1}.") for n in range(3)),
-    (r"\.shortcut\.convolution\.", ".downsample.0."),
-    (r"\.shortcut\.normalization\.", ".downsample.1."),
-)
 _DETECTRON2_RESNET: Renames = (
     (r"^backbone\.stem\.conv1\.norm\.", "backbone.body.bn1."),
     (r"^backbone\.stem\.conv1\.", "backbone.body.conv1."),
@@ -121,7 +112,7 @@ CONVERSIONS: dict[str, Conversion] = {
             (r"\.self_attn_layer_norm\.", ".norm1."),
             (r"\.encoder_attn_layer_norm\.", ".norm2."),
             (r"\.encoder_attn\.", ".multihead_attn."),
-            *_HF_RESNET,
+            *real_time_names.HF_RESNET,
         ),
     ),
     # github.com/fundamentalvision/Deformable-DETR and github.com/HDETR/H-Deformable-DETR
@@ -191,7 +182,7 @@ CONVERSIONS: dict[str, Conversion] = {
             (r"^(transformer\.decoder\..*)\.self_attn_layer_norm\.", r"\1.norm2."),
             (r"\.encoder_attn_layer_norm\.", ".norm1."),
             (r"\.encoder_attn\.", ".cross_attn."),
-            *_HF_RESNET,
+            *real_time_names.HF_RESNET,
         ),
     ),
 }

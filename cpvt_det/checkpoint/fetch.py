@@ -21,7 +21,7 @@ from filelock import FileLock
 
 from cpvt_det.checkpoint.files import read_checkpoint, sha256_of
 from cpvt_det.checkpoint.model_folder import CLASSES, CONFIG, THRESHOLDS, WEIGHTS
-from cpvt_det.checkpoint.starts import Place, Start, find_start, starts
+from cpvt_det.checkpoint.starts import STARTER, Place, Start, find_start, starts
 from cpvt_det.errors import WeightsError, first_line
 
 HOME = "CPVT_DET_WEIGHTS"
@@ -49,6 +49,8 @@ def locate(word: str | os.PathLike[str]) -> Path:
     text, path = os.fspath(word), Path(word).expanduser()
     if (start := find_start(word)) is not None:
         return fetch(start)
+    if text == STARTER and not path.exists():
+        return Path(__file__).with_name("starter")
     if text.startswith(("http://", "https://")):
         return fetch(Start(hashlib.sha256(text.encode()).hexdigest()[:12], places=(Place(text),)))
     if path.exists() or path.suffix in SUFFIXES:

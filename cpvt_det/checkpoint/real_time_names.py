@@ -43,23 +43,28 @@ AUTHORS = (
     (r"^(transformer\.decoder\.layers\.\d+\.)norm2\.", r"\1norm1."),
     (r"\.own_norm\.", ".norm2."),
 )
-TRANSFORMERS = (
-    *_QUERIES,
-    (r"^model\.backbone\.model\.embedder\.embedder\.2\.normalization\.", "backbone.body.bn1."),
-    *((rf"^model\.backbone\.model\.embedder\.embedder\.{n}\.convolution\.", f"backbone.body.conv1.{3 * n}.") for n in range(3)),
-    *(
-        (rf"^model\.backbone\.model\.embedder\.embedder\.{n}\.normalization\.", f"backbone.body.conv1.{3 * n + 1}.")
-        for n in range(2)
-    ),
-    *((rf"^model\.backbone\.model\.encoder\.stages\.{n}\.layers\.", f"backbone.body.layer{n + 1}.") for n in _STAGES),
+# ResNets of transformers
+HF_RESNET = (
+    (r"\.body\.embedder\.embedder\.convolution\.", ".body.conv1."),
+    (r"\.body\.embedder\.embedder\.normalization\.", ".body.bn1."),
+    *((rf"\.body\.encoder\.stages\.{n}\.layers\.", f".body.layer{n + 1}.") for n in _STAGES),
     *((rf"\.layer\.{n}\.convolution\.", f".conv{n + 1}.") for n in range(3)),
     *((rf"\.layer\.{n}\.normalization\.", f".bn{n + 1}.") for n in range(3)),
-    (r"\.shortcut\.1\.convolution\.", ".downsample.0.1."),
     (r"\.shortcut\.convolution\.", ".downsample.0."),
-    (r"\.shortcut\.(1\.)?normalization\.", ".downsample.1."),
+    (r"\.shortcut\.normalization\.", ".downsample.1."),
+)
+TRANSFORMERS = (
+    *_QUERIES,
+    (r"^model\.backbone\.model\.", "backbone.body."),
+    (r"\.body\.embedder\.embedder\.2\.normalization\.", ".body.bn1."),
+    *((rf"\.body\.embedder\.embedder\.{n}\.convolution\.", f".body.conv1.{3 * n}.") for n in range(3)),
+    *((rf"\.body\.embedder\.embedder\.{n}\.normalization\.", f".body.conv1.{3 * n + 1}.") for n in range(2)),
+    (r"\.shortcut\.1\.convolution\.", ".downsample.0.1."),
+    (r"\.shortcut\.1\.normalization\.", ".downsample.1."),
+    *HF_RESNET,
     # HGNetv2
-    (r"^model\.backbone\.model\.embedder\.", "backbone.body.stem."),
-    (r"^model\.backbone\.model\.encoder\.", "backbone.body."),
+    (r"^backbone\.body\.embedder\.", "backbone.body.stem."),
+    (r"^backbone\.body\.encoder\.", "backbone.body."),
     (r"^(backbone\.body\..*)\.convolution\.", r"\1.conv."),
     (r"^(backbone\.body\..*)\.normalization\.", r"\1.bn."),
     *((rf"^model\.encoder_input_proj\.(\d+)\.{n}\.", rf"input_proj.\1.{name}.") for n, name in enumerate(("conv", "norm"))),

@@ -11,6 +11,8 @@ import yaml
 from cpvt_det.config import config_root
 
 TABLE = "_starts.yaml"
+STARTER = "starter_lite0"
+"""Name of the detector that comes with the package: small, for a CPU, and trained on everyday objects and scans, not on COCO."""
 
 
 @dataclass(frozen=True)

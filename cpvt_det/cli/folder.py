@@ -148,7 +148,10 @@ def choose_run(
     again = f"cpvt-det train{import_words()}{processes} --config-file {shlex.quote(str(path))}"
     again += f" OUTPUT_DIR {shlex.quote(f'{output}_again')}"
     header = [f"{CHOSEN_FOR}{folder.resolve()}", f"The same run again, from {Path.cwd()}: {again}", *lines]
-    _write(path, write_choices(choices, header))
+    with output_errors(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_file(path) as file:
+            file.write(write_choices(choices, header).encode(errors="backslashreplace"))  # names of files may have any bytes
     click.echo(f"all settings: {path}")
     return str(path), ()
 
@@ -211,13 +214,6 @@ def _read(
     refuse_overlap(*datasets)
     written = [f"which images are where: {', '.join(found.written)}"] if found.written else []
     return cfg, datasets, [*found.notes, *written, *describe_classes(*datasets)]
-
-
-def _write(path: Path, text: str) -> None:
-    with output_errors(path.parent):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_file(path) as file:
-            file.write(text.encode(errors="backslashreplace"))  # names of files may have any bytes
 
 
 def folder_config(

@@ -7,7 +7,7 @@ import click
 from tabulate import tabulate
 
 from cpvt_det.checkpoint import fetch
-from cpvt_det.checkpoint.starts import Start, starts
+from cpvt_det.checkpoint.starts import STARTER, Start, starts
 from cpvt_det.cli import common_options
 from cpvt_det.errors import UnknownNameError, WeightsError
 
@@ -16,7 +16,7 @@ from cpvt_det.errors import UnknownNameError, WeightsError
 @click.argument("names", nargs=-1, metavar="[NAME]...")
 @common_options
 def weights(names: Sequence[str]) -> None:
-    """List public weights, all trained on COCO; with NAMEs, fetch their files and print the paths.
+    """List public weights, trained on COCO; with NAMEs, fetch their files and print the paths.
 
     Each NAME can follow predict, eval, serve and export in place of a file, and train FOLDER --start. AP is box AP on COCO
     val2017 at 800 pixels, as stated by the publisher.
@@ -26,10 +26,11 @@ def weights(names: Sequence[str]) -> None:
       cpvt-det weights
       cpvt-det weights dino_r50
     """
+    known = (*starts(), STARTER)
     for name in names:
-        if name not in starts():
-            raise UnknownNameError("name of public weights", name, starts())
-        click.echo(fetch.fetch(starts()[name]))
+        if name not in known:
+            raise UnknownNameError("name of public weights", name, known)
+        click.echo(fetch.locate(name))
     if not names:
         rows = [
             (start.name, f"{start.ap:.1f}", start.epochs, start.rows, start.licence, start.publisher, _state(start))
@@ -37,7 +38,8 @@ def weights(names: Sequence[str]) -> None:
         ]
         headers = ("name", "AP", "epochs", "rows", "licence", "publisher", "on this machine")
         click.echo(tabulate(rows, headers, tablefmt="plain", disable_numparse=True))
-        click.echo(f"files are kept in {fetch.weights_folder()} ({fetch.HOME}), those of Hugging Face's hub in its own cache")
+        place = f"{fetch.weights_folder()} ({fetch.HOME}), or in the cache of Hugging Face's hub"
+        click.echo(f"{STARTER} comes with the package; other files are kept in {place}")
 
 
 def _state(start: Start) -> str:

@@ -16,7 +16,6 @@ from cpvt_det.builders import build_postprocessor, build_test_mapper, build_tili
 from cpvt_det.checkpoint.exported import ExportedModel, load_model
 from cpvt_det.checkpoint.fetch import fetch_folder
 from cpvt_det.checkpoint.model_folder import save_model
-from cpvt_det.checkpoint.starts import find_start
 from cpvt_det.checkpoint.trained import Trained
 from cpvt_det.class_names import Classes
 from cpvt_det.data.mapper import Mapper
@@ -139,8 +138,8 @@ class Predictor:
             WeightsError: files that cannot be fetched, or that are not a model of a known kind.
             ConfigError: keys that cannot be used, or a device that does not exist.
         """
-        is_known = os.path.exists(repo_id) or find_start(repo_id) is not None
-        return cls.from_checkpoint(repo_id if is_known else fetch_folder(repo_id, **options), device, overrides=overrides)
+        is_name = "/" not in repo_id or os.path.exists(repo_id)
+        return cls.from_checkpoint(repo_id if is_name else fetch_folder(repo_id, **options), device, overrides=overrides)
 
     @property
     def threshold(self) -> float:

@@ -16,7 +16,7 @@ from cpvt_det import builders
 from cpvt_det.checkpoint.initial import load_initial_weights
 from cpvt_det.config import get_cfg, merge_checked, merge_overrides, nested
 from cpvt_det.data.coco import CocoDataset
-from cpvt_det.errors import ConfigError
+from cpvt_det.errors import ConfigError, counted
 from cpvt_det.evaluation.answers import evaluation_mode
 from cpvt_det.memory import usable_cores
 from cpvt_det.models.backbones.packaged import PACKAGES
@@ -38,10 +38,9 @@ from cpvt_det.training.recipe import (
 )
 from cpvt_det.training.setup import set_threads
 from cpvt_det.training.tasks.task import Task, build_task, require_figure
-from cpvt_det.training.tuning import FROZEN, TrainedStart, describe_classes, tuning_choices
+from cpvt_det.training.tuning import FROZEN, PIP, TrainedStart, describe_classes, tuning_choices
 
 TYPED = "from the command line"
-PIP = "pip install 'cpvt-det[pretrained]'"
 COSTS = (
     "Without pretrained weights a network has to learn from these images alone what edges, textures and shapes are: on "
     "448 photographs AP50 was 8 after ten minutes, with a small ResNet, and 36 with a pretrained EfficientNet-Lite0 "
@@ -96,12 +95,14 @@ def choose_settings(
     data, typed = describe_data(*(dataset.records for dataset in datasets)), config_of((), overrides)
     _refuse_early(typed, overrides[::2], datasets)
     machine, note = _as_it_starts(machine, typed.MODEL.BACKBONE, overrides[::2])
+    if start is not None and start.by_default and data.most_objects > start.num_queries:
+        tell(f"it has {start.num_queries} queries, too few for {counted(data.most_objects, 'object')} in an image; --start none")
+        start = None
     if start is None:
         plan = first_plan(data, machine)
     else:
         names, numbers = datasets[0].classes.names, dict(_typed_values(typed, overrides[::2]))
-        frozen = max(FROZEN[machine.device], start.cfg.MODEL.BACKBONE.FREEZE_AT)
-        plan = replace(first_plan(data, machine, start.least_canvas), tunes=True, freeze_at=frozen)
+        plan = replace(first_plan(data, machine, start.least_canvas), tunes=True, freeze_at=FROZEN[machine.device])
         for line in describe_classes(start, names):
             tell(line)
     plan, threads = _as_typed(plan, typed, overrides[::2]), []

@@ -203,6 +203,8 @@ def model_choices(plan: Plan, data: DataFacts, machine: MachineFacts) -> list[Ch
     """All choices except the length of the run."""
     rate = round(1e-3 * math.sqrt(plan.batch / 4), 6)
     backbone_rate = float(f"{(0.1 if machine.pretrained else 0.5) * rate:.4g}")
+    number = num_queries(data)
+    pairs = Choice("MODEL.QUERIES.DENOISING", min(MOST_PAIRS, number), "objects with noise teach the decoder, whatever is matched")
     return [
         *_backbone(plan, data, machine),
         Choice("MODEL.META_ARCHITECTURE", "CPVTDeformableDetr", "learns in a tenth of the steps of DETR"),
@@ -212,7 +214,10 @@ def model_choices(plan: Plan, data: DataFacts, machine: MachineFacts) -> list[Ch
         Choice("MODEL.DETR.ENC_LAYERS", plan.encoder_layers),
         Choice("MODEL.DETR.DEC_LAYERS", 3),
         Choice("MODEL.DETR.DROPOUT", 0.0),
-        *_queries(data),
+        *query_choices(data, number),
+        Choice("MODEL.QUERIES.NAME", "mixed"),
+        Choice("MODEL.QUERIES.REFINED_POSITIONS", True),
+        *([pairs] if data.most_objects <= MOST_PAIRS else []),
         Choice("MODEL.DETECTOR.BOX_REFINEMENT", True),
         Choice("MODEL.DETECTOR.TWO_STAGE", True),
         Choice("MODEL.DETECTOR.LOOK_FORWARD_TWICE", True),
@@ -263,18 +268,16 @@ def threads_choices(pace: Pace) -> list[Choice]:
     return [Choice("SOLVER.THREADS", best, f"a step takes {pace.threads[best]:.2f} s, and {others}" if others else "")]
 
 
-def _queries(data: DataFacts) -> list[Choice]:
+def num_queries(data: DataFacts) -> int:
+    """The number of queries that suits the data: twice the objects, or if those are many, a tenth more."""
     twice = min(MOST_QUERIES, max(50, 10 * math.ceil(data.most_objects / 5)))
-    number = max(twice, math.ceil(11 * data.most_objects / 10))
+    return max(twice, math.ceil(11 * data.most_objects / 10))
+
+
+def query_choices(data: DataFacts, number: int) -> list[Choice]:
+    """The choices for the number of queries and detections."""
     why = f"an image has up to {data.most_objects} objects"
-    choices = [
-        Choice("MODEL.DETR.NUM_OBJECT_QUERIES", number, why),
-        Choice("MODEL.QUERIES.NAME", "mixed"),
-        Choice("MODEL.QUERIES.REFINED_POSITIONS", True),
-    ]
-    if data.most_objects <= MOST_PAIRS:
-        pairs = min(MOST_PAIRS, number)
-        choices.append(Choice("MODEL.QUERIES.DENOISING", pairs, "objects with noise teach the decoder, whatever is matched"))
+    choices = [Choice("MODEL.DETR.NUM_OBJECT_QUERIES", number, why)]
     if 11 * data.most_objects > 10 * DETECTIONS:
         choices.append(Choice("TEST.DETECTIONS_PER_IMAGE", number, why))
     return choices

@@ -6,8 +6,10 @@ detectors: a run of minutes learns more at them than at a seventh of them (docs/
 learning rates are those of their authors for fine-tuning.
 """
 
+import importlib.util
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fvcore.common.config import CfgNode
@@ -15,12 +17,12 @@ from fvcore.common.config import CfgNode
 from cpvt_det.checkpoint import fetch
 from cpvt_det.checkpoint.files import sha256_of
 from cpvt_det.checkpoint.load import nearly_named
-from cpvt_det.checkpoint.starts import find_start, starts
+from cpvt_det.checkpoint.starts import STARTER, find_start, starts
 from cpvt_det.checkpoint.trained import config_of_weights
 from cpvt_det.checkpoint.weights import read_weights
 from cpvt_det.config import flat_items, get_cfg
 from cpvt_det.errors import ConfigError, counted
-from cpvt_det.training.recipe import DETECTIONS, Choice, DataFacts, MachineFacts, Plan, input_choices, step_choices
+from cpvt_det.training.recipe import Choice, DataFacts, MachineFacts, Plan, input_choices, num_queries, query_choices, step_choices
 
 BASE_LR, BACKBONE_LR, NEW_HEAD = 1e-4, 1e-5, 10.0
 LEAST_CANVAS = 384
@@ -28,16 +30,18 @@ LEAST_CANVAS = 384
 FROZEN = {"cpu": 3, "cuda": 2}
 """Device -> the last frozen stage of the backbone if there are enough steps to train the others."""
 BEST = {"cuda": "dino_r50"}
-"""Device -> the detector that ``--start auto`` takes. A CPU has none, because a step of any public one takes seconds there."""
+"""Device -> the detector that ``--start auto`` takes. A CPU takes the starter: a step of any public one takes seconds there."""
 OWN = (
     "MODEL.WEIGHTS",
     "MODEL.WEIGHTS_SHA256",
     "MODEL.BACKBONE.WEIGHTS",
     "MODEL.BACKBONE.FREEZE_AT",
+    "MODEL.DETR.NUM_OBJECT_QUERIES",
     "MODEL.NUM_CLASSES",
     "MODEL.DEVICE",
 )
 """Keys of MODEL that are not taken from the start's config."""
+PIP = "pip install 'cpvt-det[pretrained]'"
 HEADS = [[part, NEW_HEAD] for part in ("class_embed", "queries.class_embed", "queries.denoising.label_enc")]
 
 
@@ -52,6 +56,7 @@ class TrainedStart:
         class_names: names of its classes; empty if they are unknown.
         is_ours: whether it was trained with this package, so that its config has its learning rates.
         state_names: names of its tensors.
+        by_default: whether nobody asked for it by name, so that data which it does not suit are trained on without it.
     """
 
     word: str
@@ -60,6 +65,12 @@ class TrainedStart:
     class_names: tuple[str, ...]
     is_ours: bool
     state_names: frozenset[str]
+    by_default: bool = False
+
+    @property
+    def num_queries(self) -> int:
+        """Number of its queries."""
+        return self.cfg.MODEL.DETR.NUM_OBJECT_QUERIES
 
     @property
     def least_canvas(self) -> int:
@@ -68,36 +79,31 @@ class TrainedStart:
 
 
 def choose_start(word: str | None, device: str, keys: Sequence[str], tell: Callable[[str], None]) -> TrainedStart | None:
-    """The start of a run: the typed one, or else the best one for the device if it is on this machine.
+    """The start of a run: the typed one, or else the best one for the device that is on this machine.
 
     Args:
         word: value of ``--start``: public weights, a file, a folder, a repository, ``auto`` or ``none``; ``None``: not given.
         device: cpu or cuda.
-        keys: keys that the user typed.
+        keys: keys that the user typed; with one of MODEL, only a typed start is taken.
         tell: function that is called with a line that names the start and the reason.
 
     Raises:
         BadInputError: weights that cannot be fetched or read.
     """
-    best = BEST.get(device)
-    if word == "none":
+    best = BEST.get(device, STARTER)
+    if word == "none" or (word is None and any(key.startswith("MODEL.") and key != "MODEL.DEVICE" for key in keys)):
         return None
     if word not in (None, "auto"):
         return open_start(word, tell)
-    if word == "auto" and best:
-        return open_start(best, tell)
-    if word == "auto":
-        tell("--start auto: on a CPU a step of each public detector takes seconds, so none is taken; --start NAME takes one anyway")
-    elif best is None:
-        tell("--start NAME fine-tunes a detector that cpvt-det weights lists; on a CPU its steps take seconds")
-    elif any(key.startswith("MODEL.") and key != "MODEL.DEVICE" for key in keys):
+    if word is None and best != STARTER and fetch.find(starts()[best]) is None:
+        tell(f"--start auto fetches {best}, a detector trained on COCO, which needs fewer steps")
+        best = STARTER
+    if best == STARTER and importlib.util.find_spec("timm") is None:
+        tell(f"the run cannot start from the detector that comes with the package, as timm is not installed: {PIP}")
         return None
-    elif fetch.find(starts()[best]) is not None:
+    if word is None:
         tell(f"{best} is on this machine, so the run starts from it; --start none starts from ImageNet weights")
-        return open_start(best, tell)
-    else:
-        tell(f"--start auto fetches {best}, a detector trained on COCO, which needs fewer steps than a new one")
-    return None
+    return replace(open_start(best, tell), by_default=True)
 
 
 def open_start(word: str, tell: Callable[[str], None]) -> TrainedStart:
@@ -145,19 +151,21 @@ def tuning_choices(
     Raises:
         ConfigError: a number of queries that the start does not have, or fewer queries than an image has objects.
     """
-    queries, is_ranked = start.cfg.MODEL.DETR.NUM_OBJECT_QUERIES, start.cfg.MODEL.QUERIES.NAME == "mixed"
-    number = typed.get("MODEL.DETR.NUM_OBJECT_QUERIES", queries)
+    queries, is_ranked = start.num_queries, start.cfg.MODEL.QUERIES.NAME == "mixed"
+    fewer = min(queries, num_queries(data)) if start.is_ours and is_ranked else queries
+    number = typed.get("MODEL.DETR.NUM_OBJECT_QUERIES", fewer)
     if number > queries or (number < queries and not is_ranked):
-        fewer = "at most " if is_ranked else ""
-        raise ConfigError(
-            f"MODEL.DETR.NUM_OBJECT_QUERIES {number}: {start.word} has {fewer}{queries} trained queries; leave it out"
-        )
+        most = "at most " if is_ranked else ""
+        raise ConfigError(f"MODEL.DETR.NUM_OBJECT_QUERIES {number}: {start.word} has {most}{queries} trained queries; leave it out")
     if data.most_objects > number:
         objects = counted(data.most_objects, "object")
         raise ConfigError(f"an image has {objects}, and {start.word} has {number} queries: take another start, or --start none")
     rates, why = (BASE_LR, BACKBONE_LR), "a tenth of what new weights need: the start keeps what it knows"
     if start.is_ours:
-        rates, why = (start.cfg.SOLVER.BASE_LR, start.cfg.SOLVER.BACKBONE_LR), "at which it was trained: docs/train.md"
+        solver = start.cfg.SOLVER
+        root = math.sqrt(plan.batch / solver.IMS_PER_BATCH)
+        rates = [float(f"{root * rate:.3g}") for rate in (solver.BASE_LR, solver.BACKBONE_LR)]
+        why = "at which it was trained, by the root of the batch: docs/train.md"
     keeps_heads = start.is_ours or all(name in start.class_names for name in names)
     few = "; a head and a decoder learn in few steps" if plan.freeze_at == 5 else ""
     is_frozen = start.cfg.MODEL.BACKBONE.NAME.startswith(("resnet", "timm/"))
@@ -167,7 +175,7 @@ def tuning_choices(
         Choice("MODEL.WEIGHTS_SHA256", start.sha256, "of its file"),
         *_architecture(start.cfg),
         *([Choice("MODEL.BACKBONE.FREEZE_AT", plan.freeze_at, "what is frozen needs no backward pass" + few)] if is_frozen else []),
-        *_detections(data, number),
+        *query_choices(data, number),
         *([] if start.cfg.TEST.NMS == 1 else [Choice("TEST.NMS", start.cfg.TEST.NMS)]),
         *input_choices(plan, data),
         Choice("DATALOADER.NUM_WORKERS", 0 if machine.cores <= 2 else min(8, machine.cores // (2 * machine.processes))),
@@ -182,9 +190,3 @@ def _architecture(cfg: CfgNode) -> list[Choice]:
     items = [(f"MODEL.{key}", value) for key, value in flat_items(cfg.MODEL)]
     changed = [(key, value) for key, value in items if key not in OWN and defaults.get(key, missing) != value]
     return [Choice(key, list(value) if isinstance(value, tuple) else value) for key, value in changed]
-
-
-def _detections(data: DataFacts, queries: int) -> list[Choice]:
-    if 11 * data.most_objects <= 10 * DETECTIONS:
-        return []
-    return [Choice("TEST.DETECTIONS_PER_IMAGE", queries, f"an image has up to {data.most_objects} objects")]

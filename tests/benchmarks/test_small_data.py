@@ -95,7 +95,7 @@ def write_record(folder, name, seed, ap, label="", budget="10m", encoding="sine_
     record = {"command": f"python benchmarks/small_data.py {name} FOLDER --budget {budget}", "label": label, "budget": budget}
     record |= {"seed": seed, "cores": 2, "machine": {"cpu": "C", "instruction_set": "AVX2"}, "AP": ap, "AP50": 2 * ap, **more}
     record |= {"iterations": 1000 + round(ap), "seconds": 600, "cpu_seconds": 1000 + seed, "curve": {"10": 2 * ap, "5": ap}}
-    record |= {"chosen": {"MODEL": {"POSITION": {"NAME": encoding}}}}
+    record.setdefault("chosen", {"MODEL": {"POSITION": {"NAME": encoding}}})
     (folder / f"{name}_{budget}_{label}_{encoding}_{more.get('images', '')}_{seed}.json").write_text(json.dumps(record))
 
 
@@ -147,5 +147,10 @@ def test_a_peer_stands_below_the_runs_of_its_budget(tmp_path, monkeypatch):
     (tmp_path / "peer.json").write_text(json.dumps(peer | {"AP": 15.0, "AP50": 38.0, "seed": 0}))
     first, second, longer = tables.peers()[1:]
     assert first[:3] == ["Aquarium", "10m", "FCOS"] and first[3:] == ["650", "1,240", "15.0", "38.0", "1"]
-    assert second[:3] == ["Aquarium", "10m", "cpvt-det train"] and second[5:] == ["12.0 (10.0 to 14.0)", "24.0 (20.0 to 28.0)", "2"]
-    assert longer[:3] == ["Aquarium", "30m", "cpvt-det train"]
+    assert second[:3] == ["Aquarium", "10m", "cpvt-det train --start none"]
+    assert second[5:] == ["12.0 (10.0 to 14.0)", "24.0 (20.0 to 28.0)", "2"]
+    assert longer[:3] == ["Aquarium", "30m", "cpvt-det train --start none"]
+    chosen = {"MODEL": {"POSITION": {"NAME": "sine_offset"}, "WEIGHTS": "starter"}}
+    write_record(tmp_path, "aquarium", 0, 16.0, label="starter", chosen=chosen)
+    assert [row[2] for row in tables.peers()[1:4]] == ["FCOS", "cpvt-det train", "cpvt-det train --start none"]
+    assert tables.peers()[2][5:] == ["16.0", "32.0", "1"]

@@ -3,6 +3,8 @@
 
 import shutil
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import test_folders as layouts
@@ -17,11 +19,14 @@ from cpvt_det.checkpoint import fetch
 from cpvt_det.checkpoint.files import sha256_of
 from cpvt_det.checkpoint.initial import load_initial_weights
 from cpvt_det.checkpoint.load import load_weights, nearly_named
-from cpvt_det.checkpoint.starts import Place, Start, starts
+from cpvt_det.checkpoint.starts import STARTER, Place, Start, starts
+from cpvt_det.checkpoint.trained import load_trained
+from cpvt_det.checkpoint.weights import read_weights
 from cpvt_det.class_names import COCO_CLASSES, COCO_ROWS, Classes
 from cpvt_det.cli import main
 from cpvt_det.config import load_cfg
-from cpvt_det.errors import WeightsError
+from cpvt_det.errors import ConfigError, WeightsError
+from cpvt_det.predict import Predictor
 from cpvt_det.training import choose, tuning
 from cpvt_det.training.recipe import DataFacts, MachineFacts, Pace, Plan, first_plan, length_choices
 
@@ -95,7 +100,7 @@ def test_a_run_starts_from_a_file_and_from_the_folder_of_a_run(train, tmp_path, 
 
 def test_rates_are_those_of_a_detector_of_ours_and_of_others_those_of_fine_tuning(tmp_path):
     """Heads of classes that another project's detector does not know learn ten times as fast."""
-    rates = {"SOLVER__BASE_LR": 7e-4, "SOLVER__BACKBONE_LR": 7e-5}
+    rates = {"SOLVER__BASE_LR": 14e-4, "SOLVER__BACKBONE_LR": 14e-5, "SOLVER__IMS_PER_BATCH": 8}
     start = tuning.open_start(str(save_random(tmp_path / "old.pth", **rates)), print)
     found = {}
     for is_ours in (True, False):
@@ -120,17 +125,72 @@ def test_nothing_is_fetched_unasked(served, train, monkeypatch, tmp_path):  # no
     quick(monkeypatch)
     served("dino_r50")
     told = []
-    assert tuning.choose_start(None, "cuda", [], told.append) is None
-    assert told == ["--start auto fetches dino_r50, a detector trained on COCO, which needs fewer steps than a new one"]
+    assert tuning.choose_start(None, "cuda", [], told.append).word == STARTER
+    assert told[:-1] == [
+        "--start auto fetches dino_r50, a detector trained on COCO, which needs fewer steps",
+        "starter_lite0 is on this machine, so the run starts from it; --start none starts from ImageNet weights",
+    ]
     assert not (tmp_path / "home").exists()
-    assert tuning.choose_start("none", "cuda", [], told.append) is None and len(told) == 1
+    assert tuning.choose_start("none", "cuda", [], told.append) is None and len(told) == 3
     assert tuning.choose_start("auto", "cuda", [], told.append).word == "dino_r50"
     assert tuning.choose_start(None, "cuda", ["MODEL.DEVICE"], told.append).word == "dino_r50"
     assert told[-2] == "dino_r50 is on this machine, so the run starts from it; --start none starts from ImageNet weights"
     assert tuning.choose_start(None, "cuda", ["MODEL.DETR.ENC_LAYERS"], told.append) is None
-    done, chosen = train()
-    assert "--start NAME fine-tunes a detector that cpvt-det weights lists" in done.output and not chosen["MODEL"].get("WEIGHTS")
-    assert tuning.choose_start("auto", "cpu", [], told.append) is None and "--start NAME takes one anyway" in told[-1]
+
+
+# The detector in the package
+
+
+def test_a_run_on_a_cpu_starts_from_the_detector_in_the_package(train, monkeypatch):
+    quick(monkeypatch)
+    for words in ((), ("--start", "auto"), ("--start", STARTER)):
+        done, chosen = train(*words, "OUTPUT_DIR", "output/mine")
+        assert done.exit_code == 0 and "start: starter_lite0 (SHA-256 " in done.output, done.output
+        assert chosen["MODEL"]["WEIGHTS"] == STARTER and chosen["MODEL"]["BACKBONE"]["NAME"] == "timm/tf_efficientnet_lite0"
+        assert chosen["MODEL"]["DETR"]["NUM_OBJECT_QUERIES"] == 50 and chosen["SOLVER"]["BASE_LR"] == 7.07e-4
+    for words in (("--start", "none"), ("MODEL.POSITION.NAME", "peg")):
+        done, chosen = train(*words, "OUTPUT_DIR", "output/mine")
+        assert done.exit_code == 0 and "start:" not in done.output and not chosen["MODEL"].get("WEIGHTS")
+
+
+def test_without_timm_a_run_does_not_start_from_it_and_says_so(monkeypatch):
+    monkeypatch.setattr(tuning.importlib.util, "find_spec", lambda name: None)
+    told = []
+    assert tuning.choose_start(None, "cpu", [], told.append) is None
+    assert told == [f"the run cannot start from the detector that comes with the package, as timm is not installed: {tuning.PIP}"]
+
+
+@pytest.mark.parametrize("word", [None, STARTER])
+def test_an_image_with_more_objects_than_its_queries_is_for_a_new_detector(monkeypatch, word):
+    """Unless the user asked for it by name."""
+    start = tuning.choose_start(word, "cpu", [], print)
+    many = replace(CELLS, most_objects=start.num_queries + 1)
+    monkeypatch.setattr(choose, "measure", lambda cfg, datasets, processes: Pace(0.2, 0.1))
+    monkeypatch.setattr(choose, "describe_data", lambda *records: many)
+    monkeypatch.setattr(choose, "_refuse_early", lambda *words: None)
+    data, told = SimpleNamespace(classes=Classes((1,), ("cell",)), records=[]), []
+    arguments = ([], [], [data, data], MachineFacts("cpu", 2), 600.0, told.append, start)
+    if word == STARTER:
+        with pytest.raises(ConfigError, match="take another start, or --start none"):
+            choose.choose_settings(*arguments)
+        return
+    values = {choice.key: choice.value for choice in choose.choose_settings(*arguments)}
+    assert "MODEL.WEIGHTS" not in values and values["MODEL.DETR.NUM_OBJECT_QUERIES"] > start.num_queries
+    assert told[0] == f"it has {start.num_queries} queries, too few for {many.most_objects} objects in an image; --start none"
+
+
+def test_its_file_is_small_and_every_tensor_of_it_is_used():
+    weights = read_weights(STARTER)
+    assert weights.path.stat().st_size < 10e6
+    floats = [tensor for tensor in weights.state_dict.values() if tensor.is_floating_point()]
+    assert {tensor.dtype for tensor in floats} == {torch.float16} and all(tensor.isfinite().all() for tensor in floats)
+    trained = load_trained(STARTER, "cpu")
+    variances = [value for name, value in trained.detector.state_dict().items() if name.endswith("running_var")]
+    assert variances and all((value > 0).all() for value in variances), "none was rounded to zero"
+    assert "CC BY 4.0" in weights.path.with_name("README.md").read_text(encoding="utf-8"), "the licences of its data"
+    assert Predictor.from_pretrained(STARTER, "cpu").classes == trained.classes
+    done = CliRunner().invoke(main, ["weights", STARTER])
+    assert done.exit_code == 0 and Path(done.output.strip()) / "model.safetensors" == weights.path
 
 
 @pytest.mark.parametrize(

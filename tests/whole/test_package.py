@@ -12,6 +12,8 @@ import pytest
 import yaml
 
 import cpvt_det
+from cpvt_det.checkpoint.fetch import locate
+from cpvt_det.checkpoint.starts import STARTER
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*(ROOT / "cpvt_det/visualize/pages").iterdir()]
@@ -28,7 +30,7 @@ def test_git_ignores_no_source():
     assert [name for name in ignored if name.endswith((".py", ".yaml", ".html", ".css", ".js"))] == []
 
 
-def test_the_wheel_holds_every_module_config_and_page_and_a_description_that_stands_alone(tmp_path):
+def test_the_wheel_holds_every_module_config_page_and_weight_and_a_description_that_stands_alone(tmp_path):
     pytest.importorskip("setuptools")
     tree = tmp_path / "tree"
     for name in ("cpvt_det", "configs"):
@@ -50,7 +52,7 @@ def test_the_wheel_holds_every_module_config_and_page_and_a_description_that_sta
     subprocess.run([*command, str(tree)], check=True, capture_output=True, timeout=200)
     wheel = zipfile.ZipFile(next(tmp_path.glob("*.whl")))
     names = set(wheel.namelist())
-    expected = {path.relative_to(ROOT).as_posix() for path in SOURCES}
+    expected = {path.relative_to(ROOT).as_posix() for path in (*SOURCES, *locate(STARTER).iterdir())}
     expected = {name if name.startswith("cpvt_det/") else f"cpvt_det/{name}" for name in expected}
     assert expected - names == set()
     about = f"cpvt_det-{cpvt_det.__version__}.dist-info"
