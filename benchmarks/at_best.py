@@ -12,7 +12,7 @@ from torch import nn
 
 from benchmarks.harness import Contender
 from benchmarks.models import Model
-from cpvt_det.structures import PaddedBatch
+from cpvt_det.common.structures import PaddedBatch
 
 AT_BEST = " at its best"
 """End of the name of a peer with all switches."""

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this folder i
 
 from benchmarks.load import check_load
 from cpvt_det.cli import common_options, report_errors
-from cpvt_det.errors import BadInputError
+from cpvt_det.common.errors import BadInputError
 
 CONFIGS = ("coco/detr_r50_peg_50ep.yaml", "coco/deformable_detr_r50_peg_50ep.yaml")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -65,7 +65,7 @@ def save_random(config: str, path: Path) -> None:
     import torch
 
     from cpvt_det.builders import build_detector
-    from cpvt_det.class_names import COCO_CLASSES
+    from cpvt_det.common.class_names import COCO_CLASSES
     from cpvt_det.config import load_cfg
 
     cfg = load_cfg(config, ["MODEL.NUM_CLASSES", str(len(COCO_CLASSES)), "MODEL.BACKBONE.WEIGHTS", ""])
@@ -117,11 +117,11 @@ def _write_report(photos: Sequence[Path], count: int, folder: Path) -> Path:
     import numpy as np
     import torch
 
+    from cpvt_det.common.structures import Detections
     from cpvt_det.data.catalog import DatasetFiles
     from cpvt_det.data.coco import load_coco
     from cpvt_det.data.images import read_header
     from cpvt_det.evaluation.coco import CocoEvaluator
-    from cpvt_det.structures import Detections
     from cpvt_det.visualize.report_page import write_report_page
 
     rng, images, annotations = np.random.default_rng(0), [], []

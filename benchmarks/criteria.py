@@ -13,9 +13,9 @@ from torch import Tensor
 
 from benchmarks.foreign_models import imported, without_cuda
 from benchmarks.peers import official_deformable_detr, official_detr
+from cpvt_det.common.structures import Predictions, Targets
 from cpvt_det.losses import HungarianMatcher, SetCriterion, make_classification
 from cpvt_det.losses.matcher import PaddedTargets
-from cpvt_det.structures import Predictions, Targets
 
 CLASSES = 91
 LAYERS = 6

@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from benchmarks.models import CONFIGS, ORIGINS
 from cpvt_det import builders
+from cpvt_det.common.structures import Targets
 from cpvt_det.config import load_cfg
 from cpvt_det.solver.step import TrainingModel, wrap_for_processes
-from cpvt_det.structures import Targets
 
 SIDE, BATCH, STEPS = 480, 2, 4  # per process
 

@@ -13,7 +13,7 @@ import click
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this folder is not part of the installed package
 
-from cpvt_det.files import write_json
+from cpvt_det.common.files import write_json
 
 CLASSES = ("open", "short", "mousebite", "spur", "copper", "pin-hole")
 """By number, from 1, in the annotation files."""

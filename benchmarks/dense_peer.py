@@ -36,15 +36,15 @@ from benchmarks.load import check_load
 from benchmarks.machine import machine, versions
 from benchmarks.origin import commit_of
 from cpvt_det import builders
-from cpvt_det.boxes import cxcywh_to_xyxy
 from cpvt_det.checkpoint.initial import load_backbone_weights
 from cpvt_det.cli import common_options, report_errors
 from cpvt_det.cli.folder import folder_config
+from cpvt_det.common.boxes import cxcywh_to_xyxy
+from cpvt_det.common.files import write_json
+from cpvt_det.common.memory import usable_cores
+from cpvt_det.common.structures import Detections
 from cpvt_det.data.mapper import Sample
-from cpvt_det.files import write_json
-from cpvt_det.memory import usable_cores
 from cpvt_det.solver.ema import MovingAverage
-from cpvt_det.structures import Detections
 from cpvt_det.training.recipe import average_decay
 from cpvt_det.training.tasks.task import Task, build_task
 

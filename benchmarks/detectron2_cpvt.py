@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this folder i
 from benchmarks.machine import machine, versions
 from benchmarks.origin import commit_of
 from cpvt_det.cli import common_options, report_errors
-from cpvt_det.errors import RunStoppedError
-from cpvt_det.files import write_json
+from cpvt_det.common.errors import RunStoppedError
+from cpvt_det.common.files import write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = "configs/plug/retinanet_cpvt_tiny_shapes.yaml"

@@ -22,7 +22,7 @@ import torch
 import torchvision
 from torch import nn
 
-from cpvt_det.errors import BadInputError
+from cpvt_det.common.errors import BadInputError
 
 NOT_CALLED = ("wandb", "omegaconf", "cloudpickle", "fairscale", "einops", "cv2", "pkg_resources")
 """Packages that detrex and detectron2 import, and that this model does not call."""

@@ -26,7 +26,7 @@ from benchmarks.harness import ROUNDS, Contender, Plan, Spread, Work, ratios, ru
 from benchmarks.load import check_load
 from benchmarks.records import about_run, write_record
 from cpvt_det.cli import common_options, report_errors
-from cpvt_det.memory import resident
+from cpvt_det.common.memory import resident
 from cpvt_det.predict import Predictor
 from cpvt_det.predict.detect_files import predict_film
 from cpvt_det.predict.films import FilmReader, FilmWriter, Frame

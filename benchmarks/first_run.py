@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this folder i
 from benchmarks.machine import machine, versions
 from benchmarks.origin import commit_of
 from cpvt_det.cli import common_options, report_errors
+from cpvt_det.common.errors import RunStoppedError
 from cpvt_det.data import read_folder
-from cpvt_det.errors import RunStoppedError
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -30,9 +30,9 @@ from benchmarks.detrex_model import imports_from
 from benchmarks.equal import difference
 from benchmarks.machine import machine, versions
 from benchmarks.peers import find_peers, peer_versions
-from cpvt_det.errors import BadInputError
+from cpvt_det.common.errors import BadInputError
+from cpvt_det.common.structures import Targets
 from cpvt_det.losses import make_classification
-from cpvt_det.structures import Targets
 
 CLASSES, QUERIES = 7, 40
 COUNTS = ((3, 0, 11), (1, 9, 2), (0, 0, 0))

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from benchmarks.detrex_model import imports_from, replaced_names
 from benchmarks.equal import DoubleTorch
 from benchmarks.peers import official_core, official_cuda_op, official_op, packages_of, with_extension
-from cpvt_det.class_names import COCO_CLASSES, COCO_ROWS
+from cpvt_det.common.class_names import COCO_CLASSES, COCO_ROWS
+from cpvt_det.common.errors import BadInputError
 from cpvt_det.config import load_cfg
-from cpvt_det.errors import BadInputError
 
 NOT_CALLED = ("panopticapi", "pycocotools", "termcolor", "addict", "mmcv", "mmdet", "mmcv_custom")
 """Packages that DINO's and H-DETR's files import, and that these models do not call."""

@@ -20,10 +20,10 @@ from benchmarks.equal import difference
 from benchmarks.foreign_models import EPSILON, LIMIT, Case, Foreign, config_of, float64_of, names_of, without_cuda
 from cpvt_det.builders import build_criterion
 from cpvt_det.checkpoint import load_weights
+from cpvt_det.common.structures import Predictions, Targets
 from cpvt_det.losses.matcher import PaddedTargets
 from cpvt_det.losses.one_to_many import OneToManyMatcher
 from cpvt_det.models import denoising as denoising_module
-from cpvt_det.structures import Predictions, Targets
 
 SIZE = (192, 256)
 """Of the images: no padding in any code, and more tokens than queries."""

@@ -76,7 +76,7 @@ def build_ours(case: Case, **overrides: str) -> nn.Module:
     if case.swin:
         from detectron2.modeling.backbone.swin import SwinTransformer
 
-        from cpvt_det.d2.backbone import Detectron2Backbone
+        from cpvt_det.d2.backbones import Detectron2Backbone
 
         backbone = Detectron2Backbone(SwinTransformer(out_indices=(1, 2, 3)), stages=(3, 4, 5))
     detector, arguments = detector_arguments(cfg, backbone)

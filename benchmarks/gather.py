@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cpvt_det.structures import Size
+from cpvt_det.common.structures import Size
 
 
 def corner_rows(locations: Tensor, level_shapes: list[Size]) -> Tensor:

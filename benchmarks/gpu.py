@@ -20,7 +20,7 @@ import click
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this folder is not part of the installed package
 
 from cpvt_det.cli import common_options, report_errors
-from cpvt_det.errors import BadInputError, UnknownNameError
+from cpvt_det.common.errors import BadInputError, UnknownNameError
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = {

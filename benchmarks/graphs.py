@@ -29,11 +29,11 @@ from benchmarks.models import CONFIGS, ORIGINS
 from benchmarks.records import about_run
 from cpvt_det import builders
 from cpvt_det.cli import common_options, report_errors
+from cpvt_det.common.files import write_json
+from cpvt_det.common.structures import Size, Targets
 from cpvt_det.config import load_cfg
 from cpvt_det.data.mapper import Sample
-from cpvt_det.files import write_json
 from cpvt_det.solver.step import TrainingModel
-from cpvt_det.structures import Size, Targets
 
 PACKAGE = Path(cpvt_det.__file__).parent
 DETECTORS = ("DETR", "Deformable-DETR", "DINO")

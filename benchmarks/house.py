@@ -59,7 +59,8 @@ ORDER = (
     "position",
     "layers data",
     "ops",
-    "structures boxes class_names errors files distributed config defaults registry seeding garbage memory own_modules __init__",
+    "common structures boxes class_names errors files distributed config defaults registry seeding garbage memory "
+    "own_modules __init__",
 )
 """Rooms of the package from top to bottom, old names beside new ones; an import points down or stays on its floor."""
 FLOORS = {room: floor for floor, rooms in enumerate(ORDER) for room in rooms.split()}

@@ -19,7 +19,7 @@ from typing import Any
 PACKAGE = "cpvt_det"
 PARTS = ("backbone", "neck", "position", "decoder_position", "encoder", "queries", "decoder")
 """Last names of the detector's modules that are one hop each."""
-HELPERS = {"layers", "ops", "structures", "boxes", "errors", "files", "distributed", "config", "registry", "seeding"}
+HELPERS = {"common", "layers", "ops", "structures", "boxes", "errors", "files", "distributed", "config", "registry", "seeding"}
 """Rooms and modules whose functions are no hops, but for the detector's parts."""
 RENAMED = {"MODEL.DETR.": "MODEL.TRANSFORMER.", "MODEL.DETECTOR.": "MODEL.DEFORMABLE.", "CLASSIFICATION.NAME": "CLASSIFICATION"}
 """Parts of keys, and of the same keys in configs of other checkouts."""

@@ -3,7 +3,7 @@
 
 import os
 
-from cpvt_det.errors import BadInputError
+from cpvt_det.common.errors import BadInputError
 
 BOUND = 0.75
 """Largest load average of a minute. A process that keeps one core busy is a load of 1, and changes the times on all cores: they

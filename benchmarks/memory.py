@@ -19,7 +19,7 @@ import torch
 from benchmarks.clocks import CommandRun, fixed_threads
 from benchmarks.harness import Case, Contender, Work
 from benchmarks.suites import Options, find_case, find_suite
-from cpvt_det.memory import peak, reset_peak, resident, trim_heap
+from cpvt_det.common.memory import peak, reset_peak, resident, trim_heap
 
 ROOT = Path(__file__).resolve().parent.parent
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}

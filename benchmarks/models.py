@@ -26,8 +26,8 @@ from benchmarks.foreign_models import EPSILON, Case, Foreign, build_detrex, buil
 from benchmarks.peers import official_deformable_detr, official_detr
 from cpvt_det.builders import build_criterion, build_detector
 from cpvt_det.checkpoint import convert_state_dict
+from cpvt_det.common.structures import PaddedBatch, Targets
 from cpvt_det.config import load_cfg
-from cpvt_det.structures import PaddedBatch, Targets
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs/coco"
 

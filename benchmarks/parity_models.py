@@ -21,8 +21,8 @@ from benchmarks.models import CONFIGS, DRAWN_WIDE, Recipe, build_official, set_d
 from benchmarks.parity_variants import Variant
 from cpvt_det.builders import build_criterion, build_detector
 from cpvt_det.checkpoint import load_weights
+from cpvt_det.common.structures import PaddedBatch, Targets
 from cpvt_det.config import load_cfg
-from cpvt_det.structures import PaddedBatch, Targets
 
 OBJECTS = (4, 0, 7)  # objects in the images of a batch
 FULL = {name: Recipe(name, queries=queries) for name, queries in (("DETR", 100), ("Deformable-DETR", 300))}

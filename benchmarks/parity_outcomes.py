@@ -14,8 +14,8 @@ from benchmarks.detrex_model import replaced_names
 from benchmarks.equal import DoubleTorch, difference
 from benchmarks.parity_models import Peer
 from cpvt_det.checkpoint import convert_state_dict
+from cpvt_det.common.structures import PaddedBatch, Predictions, Targets
 from cpvt_det.losses.matcher import PaddedTargets
-from cpvt_det.structures import PaddedBatch, Predictions, Targets
 
 NAMES = {"loss_ce": "loss_class", "loss_bbox": "loss_l1", "loss_giou": "loss_giou"}
 """Losses of the official code, and ours."""

@@ -20,7 +20,7 @@ import torchvision
 
 import cpvt_det
 from benchmarks.origin import commit_of
-from cpvt_det.errors import BadInputError, UnknownNameError
+from cpvt_det.common.errors import BadInputError, UnknownNameError
 
 CHECKOUTS = {
     "deformable_detr": ("fundamentalvision/Deformable-DETR", "models/ops/functions/ms_deform_attn_func.py"),

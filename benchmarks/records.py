@@ -9,7 +9,7 @@ from benchmarks.machine import machine, versions
 from benchmarks.origin import commit_of
 from benchmarks.peers import ROOT
 from benchmarks.report import BESIDE_OTHER_WORK, file_stem
-from cpvt_det.files import write_json
+from cpvt_det.common.files import write_json
 
 
 def about_run(words: str, threads: int, busy: bool, load_average: float | None) -> dict[str, Any]:

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this folder i
 
 from benchmarks.threads import thread_environment
 from cpvt_det.cli import common_options, report_errors
-from cpvt_det.errors import BadInputError
+from cpvt_det.common.errors import BadInputError
 
 # Libraries read the number of threads when they are imported, so the rest is imported after the options are known.
 QUICKSTART = Path(__file__).resolve().parent.parent / "studies" / "quickstart" / "plan.yaml"

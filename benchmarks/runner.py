@@ -16,7 +16,7 @@ from benchmarks.memory import peak_bytes
 from benchmarks.origin import commit_of
 from benchmarks.peers import ROOT, peer_versions
 from benchmarks.suites import Options
-from cpvt_det.errors import BadInputError
+from cpvt_det.common.errors import BadInputError
 
 
 def run_suite(name: str, suite: ModuleType, options: Options, output: Path, pattern: str = "*", memory: bool = True) -> list[str]:

@@ -114,7 +114,7 @@ def measure(point: Point) -> dict[str, float]:
     """Peak megabytes of the first step, and the fewest CPU seconds of the later ones: the first step is slowed by new memory."""
     import torch
 
-    from cpvt_det.memory import peak, reset_peak, resident, trim_heap
+    from cpvt_det.common.memory import peak, reset_peak, resident, trim_heap
 
     step, tiny = make_step(point), make_step(replace(point, side=64, batch=1))
     torch.set_num_threads(1)
@@ -135,7 +135,7 @@ def make_step(point: Point) -> Callable[[], None]:
     import torch
 
     from benchmarks.models import Recipe, our_model
-    from cpvt_det.structures import PaddedBatch, Targets
+    from cpvt_det.common.structures import PaddedBatch, Targets
 
     recipe = Recipe(point.detector, queries=point.queries or QUERIES[point.detector])
     model = our_model(recipe, position="peg" if point.position == "peg" else "")

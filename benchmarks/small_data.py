@@ -37,12 +37,12 @@ from benchmarks.origin import commit_of
 from cpvt_det.builders.datasets import check_datasets
 from cpvt_det.cli import common_options, report_errors
 from cpvt_det.cli.folder import folder_config
+from cpvt_det.common.errors import ConfigError
+from cpvt_det.common.files import write_json
+from cpvt_det.common.memory import usable_cores
+from cpvt_det.common.registry import import_words
 from cpvt_det.data.coco import CocoDataset
-from cpvt_det.errors import ConfigError
 from cpvt_det.evaluation.matches import ground_truth_of
-from cpvt_det.files import write_json
-from cpvt_det.memory import usable_cores
-from cpvt_det.registry import import_words
 
 ROOT = Path(__file__).resolve().parent.parent
 OF_A_PLACE = ("OUTPUT_DIR", "DATASETS")

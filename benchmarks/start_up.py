@@ -26,7 +26,7 @@ from benchmarks.load import check_load
 from benchmarks.machine import machine, versions
 from benchmarks.origin import commit_of
 from cpvt_det.cli import common_options, report_errors
-from cpvt_det.errors import BadInputError
+from cpvt_det.common.errors import BadInputError
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = ("cpvt_det.cli.train", "cpvt_det.training.train")

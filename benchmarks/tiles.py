@@ -30,10 +30,10 @@ from benchmarks.origin import commit_of
 from cpvt_det import builders
 from cpvt_det.checkpoint.initial import load_initial_weights
 from cpvt_det.cli import common_options, report_errors
+from cpvt_det.common.errors import BadInputError
+from cpvt_det.common.files import write_json
 from cpvt_det.config import load_cfg
 from cpvt_det.data.coco import CocoDataset
-from cpvt_det.errors import BadInputError
-from cpvt_det.files import write_json
 from cpvt_det.training.evaluate import evaluate
 from cpvt_det.training.tasks.task import build_task
 

@@ -31,9 +31,9 @@ from benchmarks.load import check_load
 from benchmarks.machine import machine, name_of_instructions, versions
 from benchmarks.origin import commit_of
 from cpvt_det.cli import common_options, report_errors
-from cpvt_det.files import write_json
+from cpvt_det.common.files import write_json
+from cpvt_det.common.structures import PaddedBatch
 from cpvt_det.models.backbones.timm import TimmBackbone
-from cpvt_det.structures import PaddedBatch
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = ("tf_efficientnet_lite0", "resnet50", "efficientnet_b0", "convnext_atto")

@@ -9,8 +9,8 @@ from typing import Any
 import yaml
 from fvcore.common.config import CfgNode
 
-from cpvt_det import defaults
-from cpvt_det.errors import ConfigError, UnknownNameError, first_line
+from cpvt_det.common import defaults
+from cpvt_det.common.errors import ConfigError, UnknownNameError, first_line
 
 LARGEST_CONFIG = 100_000
 """The most keys and values that a config file may have; ours have about 150."""

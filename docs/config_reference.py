@@ -16,11 +16,11 @@ from fvcore.common.config import CfgNode
 
 import cpvt_det.config
 from cpvt_det.builders import DETECTOR_REGISTRY
+from cpvt_det.common.registry import PartRegistry
 from cpvt_det.losses import CLASSIFICATION_REGISTRY
 from cpvt_det.models import BACKBONE_REGISTRY, NECK_REGISTRY, QUERY_REGISTRY
 from cpvt_det.models.denoising import ContrastiveDenoising
 from cpvt_det.position.encoding import FACTS, POSITION_REGISTRY
-from cpvt_det.registry import PartRegistry
 
 DOCUMENT = Path(__file__).resolve().parent / "config.md"
 HEAD = """\

@@ -37,7 +37,7 @@ def run(plan: Path, processes: int | None, groups: tuple[str, ...]) -> None:
     """
     import torch
 
-    from cpvt_det.memory import usable_cores
+    from cpvt_det.common.memory import usable_cores
     from studies.engine.run import run_study
 
     run_study(plan, processes or (4 if torch.cuda.is_available() else usable_cores()), groups, click.echo)

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cpvt_det.common.structures import Size
 from cpvt_det.position.encoding import PositionEncoding, register_position
 from cpvt_det.position.peg import PEGDetection, PEGEncoding
 from cpvt_det.position.peg_plain import PlainPEGEncoding
-from cpvt_det.structures import Size
 
 NUM_SEPARABLE = 4
 NUM_SINGLE_CELL = 12

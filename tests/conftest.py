@@ -20,9 +20,9 @@ from dead_workers import pytest_configure, pytest_xdist_make_scheduler  # noqa: 
 from fvcore.common.config import CfgNode
 from PIL import Image
 
+from cpvt_det.common.memory import resident, trim_heap
 from cpvt_det.config import get_cfg
 from cpvt_det.data.catalog import DatasetFiles
-from cpvt_det.memory import resident, trim_heap
 
 ROOT = Path(__file__).resolve().parent.parent
 

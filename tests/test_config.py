@@ -18,8 +18,8 @@ from cpvt_det.builders import (
     is_classifier,
 )
 from cpvt_det.checkpoint.weights import CLASS_HEAD
+from cpvt_det.common.errors import BadInputError, ConfigError, UnknownNameError, first_line
 from cpvt_det.config import config_root, find_config, get_cfg, load_cfg, merge_overrides, read_config
-from cpvt_det.errors import BadInputError, ConfigError, UnknownNameError, first_line
 
 CONFIGS = sorted(str(path.relative_to(config_root())) for path in config_root().rglob("*.yaml") if path.name != "_starts.yaml")
 OURS = [name for name in CONFIGS if not name.startswith("plug/")]  # those are of detectron2's own models

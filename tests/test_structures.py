@@ -9,12 +9,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from cpvt_det.boxes import cxcywh_to_xyxy, xyxy_to_cxcywh
 from cpvt_det.builders import build_postprocessor
+from cpvt_det.common.boxes import cxcywh_to_xyxy, xyxy_to_cxcywh
+from cpvt_det.common.structures import (
+    Detections,
+    PaddedBatch,
+    Predictions,
+    Targets,
+    level_padding_mask,
+    padding_mask_of,
+    valid_sizes,
+)
 from cpvt_det.config import get_cfg
 from cpvt_det.evaluation.answers import PostProcessor
 from cpvt_det.losses import FocalClassification, SoftmaxClassification
-from cpvt_det.structures import Detections, PaddedBatch, Predictions, Targets, level_padding_mask, padding_mask_of, valid_sizes
 
 # Padded batches
 

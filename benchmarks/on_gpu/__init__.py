@@ -23,8 +23,8 @@ from benchmarks.memory import peak_on_gpu
 from benchmarks.origin import commit_of
 from benchmarks.peers import ROOT
 from benchmarks.suites import Options
+from cpvt_det.common.files import write_json
 from cpvt_det.data.shapes.dataset import draw_dataset
-from cpvt_det.files import write_json
 
 LEAST = 4.0  # seconds below which no part starts
 TAIL = 2500  # characters of an error that a record keeps

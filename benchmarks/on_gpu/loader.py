@@ -12,9 +12,9 @@ from benchmarks.on_gpu import Record, Settings, draw_shapes, say
 from cpvt_det.builders.data import build_train_loader
 from cpvt_det.builders.datasets import check_datasets
 from cpvt_det.cli.folder import folder_config
+from cpvt_det.common.memory import usable_cores
 from cpvt_det.config import load_cfg
 from cpvt_det.data.records import Records
-from cpvt_det.memory import usable_cores
 
 WORKERS = (0, 4, 8, 16)
 SECONDS, BATCH = 2.5, 16

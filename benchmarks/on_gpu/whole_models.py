@@ -15,7 +15,7 @@ from benchmarks.harness import ROUNDS, Contender, Plan, Work
 from benchmarks.models import Model, Recipe, our_model
 from benchmarks.on_gpu import Record, Settings, full_float32, measure, say
 from benchmarks.suites import model as models
-from cpvt_det.structures import Size
+from cpvt_det.common.structures import Size
 
 SIZE, BATCH = (800, 1333), 2
 PLAN = Plan(warm_up=2, rounds=ROUNDS, most_rounds=15, seconds=3.0)

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 from benchmarks.harness import Case
-from cpvt_det.errors import UnknownNameError
+from cpvt_det.common.errors import UnknownNameError
 
 SIZES = ("quick", "default", "all")
 

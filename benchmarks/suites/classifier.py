@@ -20,8 +20,8 @@ from benchmarks.harness import ROUNDS, Case, Contender, Plan, Work
 from benchmarks.suites import Options
 from cpvt_det.builders import build_detector
 from cpvt_det.checkpoint import convert_state_dict
+from cpvt_det.common.structures import PaddedBatch, Size
 from cpvt_det.config import load_cfg
-from cpvt_det.structures import PaddedBatch, Size
 
 TITLE = "Classifiers: DeiT-S and TNT-S"
 PLANS = {"quick": Plan(warm_up=0, rounds=2, most_rounds=2), "full": Plan(rounds=ROUNDS, most_rounds=15, seconds=30.0)}

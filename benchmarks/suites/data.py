@@ -25,10 +25,10 @@ from benchmarks.harness import ROUNDS, Case, Contender, Plan, Work
 from benchmarks.peers import detectron2_data, official_detr
 from benchmarks.photos import HEIGHT, WIDTH, draw_photos
 from benchmarks.suites import Options
-from cpvt_det.boxes import xyxy_to_cxcywh
+from cpvt_det.common.boxes import xyxy_to_cxcywh
+from cpvt_det.common.structures import PaddedBatch
 from cpvt_det.data.mapper import Mapper, train_transform
 from cpvt_det.data.records import ImageRecord
-from cpvt_det.structures import PaddedBatch
 
 TITLE = "From JPEG to batch"
 PLANS = {"quick": Plan(seconds=2.0), "full": Plan(rounds=max(9, ROUNDS), seconds=60.0)}

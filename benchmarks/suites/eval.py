@@ -23,8 +23,8 @@ from torch import Tensor
 from benchmarks.harness import ROUNDS, Case, Contender, Plan, Work
 from benchmarks.peers import detectron2_coco_eval
 from benchmarks.suites import Options
+from cpvt_det.common.structures import Detections
 from cpvt_det.evaluation.coco import CocoEvaluator
-from cpvt_det.structures import Detections
 
 TITLE = "COCO evaluation"
 PLANS = {"quick": Plan(warm_up=0, rounds=3, most_rounds=3), "full": Plan(warm_up=0, rounds=ROUNDS, most_rounds=ROUNDS)}

@@ -31,7 +31,7 @@ from benchmarks.criteria import (
 )
 from benchmarks.harness import ROUNDS, Case, Contender, Plan, Work
 from benchmarks.suites import Options
-from cpvt_det.structures import Targets
+from cpvt_det.common.structures import Targets
 
 TITLE = "Matcher and criterion, forward and backward"
 PLANS = {"quick": Plan(seconds=2.0), "full": Plan(rounds=ROUNDS, seconds=20.0)}

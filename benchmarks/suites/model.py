@@ -27,8 +27,8 @@ from benchmarks.clocks import Command
 from benchmarks.harness import ROUNDS, Case, Contender, Plan, Work
 from benchmarks.models import Model, Recipe, detrex_model, hf_model, official_model, our_model, set_dropout, without_chance
 from benchmarks.suites import Options
+from cpvt_det.common.structures import Levels, PaddedBatch, Size, Targets, level_padding_mask
 from cpvt_det.models.detector import Detector
-from cpvt_det.structures import Levels, PaddedBatch, Size, Targets, level_padding_mask
 
 TITLE = "DETR-R50, Deformable-DETR-R50 and DINO-R50, whole models"
 PLANS = {"quick": Plan(warm_up=0, rounds=2, most_rounds=2), "full": Plan(rounds=ROUNDS, most_rounds=15, seconds=30.0)}

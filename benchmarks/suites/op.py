@@ -19,8 +19,8 @@ from benchmarks.harness import ROUNDS, Case, Contender, Plan, Work
 from benchmarks.machine import free_bytes
 from benchmarks.peers import detrex_core, official_core, official_cuda_op, transformers_module
 from benchmarks.suites import Options
+from cpvt_det.common.structures import Size
 from cpvt_det.ops.deformable_attention import ms_deform_attn
-from cpvt_det.structures import Size
 
 TITLE = "Multi-scale deformable attention"
 PLANS = {"quick": Plan(seconds=1.5), "full": Plan(rounds=ROUNDS, seconds=6.0)}

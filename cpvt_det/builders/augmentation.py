@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from fvcore.common.config import CfgNode
 
-from cpvt_det import distributed
+from cpvt_det.common import distributed
+from cpvt_det.common.errors import ConfigError, config_errors
 from cpvt_det.data.augmentation import AUGMENTATION_REGISTRY, AugmentationStep, Scene
 from cpvt_det.data.augmentation.single import GROUPS
 from cpvt_det.data.augmentation.step import as_scene, augmentation_errors
 from cpvt_det.data.mapper import other_generators_seeded
 from cpvt_det.data.records import Records
-from cpvt_det.errors import ConfigError, config_errors
 
 logger = logging.getLogger("cpvt_det")
 KEY = "INPUT.AUGMENTATIONS"

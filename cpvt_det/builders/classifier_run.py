@@ -6,16 +6,16 @@ from collections.abc import Sequence
 import torch
 from fvcore.common.config import CfgNode
 
-from cpvt_det import distributed
 from cpvt_det.builders.data import load_checked, require_rgb
 from cpvt_det.builders.datasets import check_class_datasets, require_names
 from cpvt_det.builders.detector import is_classifier
 from cpvt_det.builders.outputs import build_device
+from cpvt_det.common import distributed
+from cpvt_det.common.errors import ConfigError, config_errors
 from cpvt_det.data.classify import ClassMapper, central_transform, crop_transform
 from cpvt_det.data.coco import CocoDataset
 from cpvt_det.data.loader import MappedDataset, SampleLoader, TrainBatches, evaluation_loader
 from cpvt_det.data.records import ImageRecord
-from cpvt_det.errors import ConfigError, config_errors
 from cpvt_det.losses.soft_labels import ClassCriterion
 from cpvt_det.solver.classify import BatchMixing
 

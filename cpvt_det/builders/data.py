@@ -8,10 +8,11 @@ from functools import partial
 import torch
 from fvcore.common.config import CfgNode
 
-from cpvt_det import distributed
 from cpvt_det.builders.augmentation import build_augmentations, check_augmentations, closing_epoch
 from cpvt_det.builders.datasets import check_datasets, require_names
 from cpvt_det.builders.outputs import build_device, build_postprocessor
+from cpvt_det.common import distributed
+from cpvt_det.common.errors import ConfigError, DataError, UnknownNameError, config_errors, first_line
 from cpvt_det.data.cache import KeptLook
 from cpvt_det.data.coco import CocoDataset
 from cpvt_det.data.loader import MappedDataset, SampleLoader, TrainBatches, evaluation_loader
@@ -20,7 +21,6 @@ from cpvt_det.data.records import ImageRecord, Records, join
 from cpvt_det.data.shards import open_shards, split_at_shards
 from cpvt_det.data.validation.check import CheckedData, look_at_images
 from cpvt_det.data.validation.issues import Looked, require_no_errors
-from cpvt_det.errors import ConfigError, DataError, UnknownNameError, config_errors, first_line
 from cpvt_det.evaluation.coco import BACKENDS, CocoEvaluator
 from cpvt_det.evaluation.tiles import Tiling
 

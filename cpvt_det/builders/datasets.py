@@ -11,14 +11,14 @@ from typing import Any
 
 from fvcore.common.config import CfgNode
 
-from cpvt_det.class_names import Classes
+from cpvt_det.common.class_names import Classes
+from cpvt_det.common.errors import ConfigError, UnknownNameError
 from cpvt_det.data.catalog import DatasetFiles, find_datasets
 from cpvt_det.data.coco import CocoDataset
 from cpvt_det.data.records import Records, join
 from cpvt_det.data.validation.check import CheckedData, LookAtImages, check_data, look_at_images
 from cpvt_det.data.validation.image_classes import check_image_classes
 from cpvt_det.data.validation.issues import EXAMPLES, POLICIES
-from cpvt_det.errors import ConfigError, UnknownNameError
 
 logger = logging.getLogger("cpvt_det")
 TOO_MANY = "images with more boxes than queries, so that some boxes cannot be learned"

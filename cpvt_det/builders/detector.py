@@ -7,7 +7,6 @@ from typing import Any
 from fvcore.common.config import CfgNode
 from torch import nn
 
-from cpvt_det import defaults
 from cpvt_det.builders.parts import (
     build_backbone,
     build_classification,
@@ -17,7 +16,9 @@ from cpvt_det.builders.parts import (
     pixel_statistics,
     require_larger_images,
 )
-from cpvt_det.errors import ConfigError, config_errors
+from cpvt_det.common import defaults
+from cpvt_det.common.errors import ConfigError, config_errors
+from cpvt_det.common.registry import PartRegistry, options_of
 from cpvt_det.fast import accelerate
 from cpvt_det.models import (
     DETR,
@@ -37,7 +38,6 @@ from cpvt_det.models.deformable_detr import DeformableDecoder
 from cpvt_det.models.denoising import ContrastiveDenoising
 from cpvt_det.models.encoder import Encoder
 from cpvt_det.models.hybrid_encoder import NormedNeck
-from cpvt_det.registry import PartRegistry, options_of
 
 OF_PROPOSALS = ("proposals", "mixed")
 """The query sources that start from the encoder's proposals."""

@@ -6,10 +6,10 @@ import os
 import torch
 from fvcore.common.config import CfgNode
 
-from cpvt_det import distributed
 from cpvt_det.builders.detector import is_classifier
 from cpvt_det.builders.parts import build_classification
-from cpvt_det.errors import ConfigError, config_errors
+from cpvt_det.common import distributed
+from cpvt_det.common.errors import ConfigError, config_errors
 from cpvt_det.evaluation.answers import ClassScores, PostProcessor
 from cpvt_det.losses import LOSS_REGISTRY, HungarianMatcher, OneToManyMatcher, SetCriterion
 

@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from fvcore.common.config import CfgNode
 from torch import nn
 
-from cpvt_det import defaults, distributed
+from cpvt_det.common import defaults, distributed
+from cpvt_det.common.errors import ConfigError, UnknownNameError, config_errors
+from cpvt_det.common.registry import options_of
 from cpvt_det.config import flat_items, get_cfg
-from cpvt_det.errors import ConfigError, UnknownNameError, config_errors
 from cpvt_det.losses import CLASSIFICATION_REGISTRY
 from cpvt_det.losses.classification import Classification
 from cpvt_det.models import BACKBONE_REGISTRY
 from cpvt_det.models.backbones.vit import OWN_POSITIONS
 from cpvt_det.position import PositionEncoding, build_position
-from cpvt_det.registry import options_of
 
 logger = logging.getLogger("cpvt_det")
 

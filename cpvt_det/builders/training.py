@@ -9,8 +9,8 @@ import torch
 from fvcore.common.config import CfgNode
 from torch import nn
 
-from cpvt_det import distributed
-from cpvt_det.errors import ConfigError, UnknownNameError, config_errors
+from cpvt_det.common import distributed
+from cpvt_det.common.errors import ConfigError, UnknownNameError, config_errors
 from cpvt_det.solver.ema import MovingAverage
 from cpvt_det.solver.optimizer import make_optimizer, parameter_groups
 from cpvt_det.solver.schedule import LRSchedule, TrainingSchedule, schedule_from_epochs

@@ -13,7 +13,6 @@ from typing import Any
 from fvcore.common.checkpoint import Checkpointer
 from torch import nn
 
-from cpvt_det import distributed
 from cpvt_det.checkpoint.best import BestSoFar
 from cpvt_det.checkpoint.files import (
     not_finite,
@@ -32,11 +31,12 @@ from cpvt_det.checkpoint.resume import (
     run_id_of,
     wait_for,
 )
-from cpvt_det.class_names import Classes
+from cpvt_det.common import distributed
+from cpvt_det.common.class_names import Classes
+from cpvt_det.common.errors import BadInputError, RunStoppedError, WeightsError
+from cpvt_det.common.files import remove_unfinished
 from cpvt_det.config import changed_keys
-from cpvt_det.errors import BadInputError, RunStoppedError, WeightsError
 from cpvt_det.evaluation.thresholds import Thresholds
-from cpvt_det.files import remove_unfinished
 from cpvt_det.solver.ema import MovingAverage
 from cpvt_det.solver.step import TrainStep
 

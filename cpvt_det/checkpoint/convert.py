@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cpvt_det.checkpoint import real_time_names
-from cpvt_det.errors import UnknownNameError, WeightsError
+from cpvt_det.common.errors import UnknownNameError, WeightsError
 from cpvt_det.models.backbones.tnt_weights import TNT, convert_tnt
 from cpvt_det.models.backbones.vit_weights import DEIT, convert_deit
 

@@ -16,10 +16,10 @@ from cpvt_det.builders import build_device
 from cpvt_det.checkpoint.fetch import EXPORTED
 from cpvt_det.checkpoint.trained import Trained, config_of_weights, config_to_use, load_trained
 from cpvt_det.checkpoint.weights import Weights
-from cpvt_det.class_names import Classes
-from cpvt_det.errors import ConfigError, MapSizeError, WeightsError, first_line
+from cpvt_det.common.class_names import Classes
+from cpvt_det.common.errors import ConfigError, MapSizeError, WeightsError, first_line
+from cpvt_det.common.structures import PaddedBatch
 from cpvt_det.evaluation.thresholds import Thresholds
-from cpvt_det.structures import PaddedBatch
 
 METADATA_KEY = "cpvt_det"
 """Key of the JSON metadata that is written with a program."""

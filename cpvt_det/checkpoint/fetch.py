@@ -22,7 +22,7 @@ from filelock import FileLock
 from cpvt_det.checkpoint.files import read_checkpoint, sha256_of
 from cpvt_det.checkpoint.model_folder import CLASSES, CONFIG, THRESHOLDS, WEIGHTS
 from cpvt_det.checkpoint.starts import STARTER, Place, Start, find_start, starts
-from cpvt_det.errors import WeightsError, first_line
+from cpvt_det.common.errors import WeightsError, first_line
 
 HOME = "CPVT_DET_WEIGHTS"
 """Environment variable that names the folder for files that do not come from the hub, and for those that a user puts there."""

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from cpvt_det.checkpoint.pickles import read_pickle
-from cpvt_det.errors import RunStoppedError, WeightsError, first_line
-from cpvt_det.files import atomic_file
+from cpvt_det.common.errors import RunStoppedError, WeightsError, first_line
+from cpvt_det.common.files import atomic_file
 
 UNPACKED = 10  # largest ratio of unpacked size to file size; weights hardly compress
 SLACK = 1 << 20  # bytes that are allowed beyond it

@@ -10,8 +10,8 @@ from torch import nn
 from cpvt_det.checkpoint.files import not_finite, sha256_of
 from cpvt_det.checkpoint.load import WeightsReport, load_backbone_weights, load_weights
 from cpvt_det.checkpoint.weights import CLASS_HEAD, DENOISING_LABELS, PROPOSALS_HEAD, read_weights
-from cpvt_det.class_names import Classes
-from cpvt_det.errors import WeightsError
+from cpvt_det.common.class_names import Classes
+from cpvt_det.common.errors import WeightsError
 from cpvt_det.evaluation.thresholds import Thresholds
 from cpvt_det.models import BACKBONE_REGISTRY
 

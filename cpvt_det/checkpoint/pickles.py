@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from cpvt_det.errors import WeightsError
+from cpvt_det.common.errors import WeightsError
 
 PLAIN = (str, bytes, bool, int, float, type(None))
 KINDS = "biuf"  # kinds of numpy dtypes: numbers, no objects

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cpvt_det.checkpoint.files import read_checkpoint, write_line
-from cpvt_det.errors import WeightsError
+from cpvt_det.common.errors import WeightsError
 
 logger = logging.getLogger("cpvt_det")
 FINAL = "model_final"

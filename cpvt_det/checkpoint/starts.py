@@ -12,7 +12,7 @@ from cpvt_det.config import config_root
 
 TABLE = "_starts.yaml"
 STARTER = "starter_lite0"
-"""Name of the detector that comes with the package: small, for a CPU, and trained on everyday objects and scans, not on COCO."""
+"""Name of the detector that comes with the package: small, for a CPU, trained on photographs of many things, not on COCO."""
 
 
 @dataclass(frozen=True)

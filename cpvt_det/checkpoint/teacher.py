@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from cpvt_det.builders.outputs import build_device
 from cpvt_det.checkpoint.files import read_checkpoint, state_dict_of
 from cpvt_det.checkpoint.trained import load_trained
-from cpvt_det.class_names import Classes
-from cpvt_det.errors import ConfigError, WeightsError, first_line
+from cpvt_det.common.class_names import Classes
+from cpvt_det.common.errors import ConfigError, WeightsError, first_line
 from cpvt_det.models import Classifier
 from cpvt_det.models.backbones.contract import load_all
 

@@ -16,9 +16,9 @@ from cpvt_det.checkpoint.convert import CONVERSIONS
 from cpvt_det.checkpoint.initial import require_shapes
 from cpvt_det.checkpoint.load import load_weights
 from cpvt_det.checkpoint.weights import CLASS_HEAD, Weights, read_weights
-from cpvt_det.class_names import Classes
+from cpvt_det.common.class_names import Classes
+from cpvt_det.common.errors import UnknownNameError, WeightsError
 from cpvt_det.config import get_cfg, load_cfg, merge_checked, merge_overrides, parse_config
-from cpvt_det.errors import UnknownNameError, WeightsError
 from cpvt_det.evaluation.thresholds import Thresholds
 
 

@@ -16,8 +16,8 @@ from cpvt_det.checkpoint.files import read_checkpoint, state_dict_of
 from cpvt_det.checkpoint.model_folder import is_in_folder, read_node
 from cpvt_det.checkpoint.recognise import recognise, start_of_file
 from cpvt_det.checkpoint.starts import find_start
-from cpvt_det.class_names import COCO_CLASSES, COCO_ROWS, Classes
-from cpvt_det.errors import WeightsError
+from cpvt_det.common.class_names import COCO_CLASSES, COCO_ROWS, Classes
+from cpvt_det.common.errors import WeightsError
 from cpvt_det.evaluation.thresholds import Thresholds
 
 CLASS_HEAD = re.compile(r"^(class_embed\.(\d+\.)?|distilled_embed\.)(weight|bias)$")

@@ -14,9 +14,9 @@ from typing import Any
 import click
 
 import cpvt_det
-from cpvt_det.errors import BadInputError, DataFaultsError, InterruptedRun, RunStoppedError, exit_code, first_line
-from cpvt_det.memory import quick_imports
-from cpvt_det.registry import import_modules
+from cpvt_det.common.errors import BadInputError, DataFaultsError, InterruptedRun, RunStoppedError, exit_code, first_line
+from cpvt_det.common.memory import quick_imports
+from cpvt_det.common.registry import import_modules
 
 COMMANDS = {
     "analyze": "Count parameters, operations, time and memory by part.",

@@ -11,8 +11,8 @@ from torch import nn
 from cpvt_det import builders
 from cpvt_det.cli.options import build_any, config_options, load_any
 from cpvt_det.cli.train import RUN_CONTEXT
-from cpvt_det.errors import BadInputError, config_errors
-from cpvt_det.structures import PaddedBatch, Size
+from cpvt_det.common.errors import BadInputError, config_errors
+from cpvt_det.common.structures import PaddedBatch, Size
 from cpvt_det.visualize.costs import PARTS, REST, Costs, count_costs, find_parts, measure
 
 CLASSES = 80  # number of classes if the config takes it from the data

@@ -12,11 +12,11 @@ from fvcore.common.config import CfgNode
 from cpvt_det.cli.folder import describe_classes, folder_config, folder_options, take_folder
 from cpvt_det.cli.options import config_options, load_any
 from cpvt_det.cli.train import RUN_CONTEXT
+from cpvt_det.common.errors import BadInputError, ConfigError, DataError, counted
 from cpvt_det.data.folders.prepare import FolderData, refuse_overlap
 from cpvt_det.data.validation.check import CheckedData
 from cpvt_det.data.validation.duplicates import near_duplicates
 from cpvt_det.data.validation.issues import EXAMPLES, Issues, summary
-from cpvt_det.errors import BadInputError, ConfigError, DataError, counted
 from cpvt_det.training.tasks import build_task
 
 NEARLY_THE_SAME = "validation images that are nearly the same as a training image"

@@ -9,7 +9,7 @@ from cpvt_det.checkpoint.convert import CONVERSIONS
 from cpvt_det.checkpoint.files import write_checkpoint
 from cpvt_det.checkpoint.weights import read_weights
 from cpvt_det.cli import common_options
-from cpvt_det.errors import RunStoppedError, WeightsError, first_line
+from cpvt_det.common.errors import RunStoppedError, WeightsError, first_line
 
 
 @click.command()

@@ -16,7 +16,7 @@ from cpvt_det.cli.train import (
     tiles_options,
     tiles_overrides,
 )
-from cpvt_det.errors import BadInputError, WeightsError
+from cpvt_det.common.errors import BadInputError, WeightsError
 
 
 @click.command(context_settings=RUN_CONTEXT)

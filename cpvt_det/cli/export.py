@@ -20,15 +20,15 @@ from torch import Tensor
 from cpvt_det import builders
 from cpvt_det.checkpoint.exported import Run, is_exported, load_for_evaluation, open_program
 from cpvt_det.checkpoint.trained import Trained, load_trained
-from cpvt_det.class_names import require_same_classes
 from cpvt_det.cli import common_options
 from cpvt_det.cli.train import RUN_CONTEXT
+from cpvt_det.common.class_names import require_same_classes
+from cpvt_det.common.errors import BadInputError, RunStoppedError, UnknownNameError, WeightsError
+from cpvt_det.common.structures import Size
 from cpvt_det.data.coco import CocoDataset
-from cpvt_det.errors import BadInputError, RunStoppedError, UnknownNameError, WeightsError
 from cpvt_det.export import check, program, programs
 from cpvt_det.export.quantize import quantize, require_int8
 from cpvt_det.models import ImageModel
-from cpvt_det.structures import Size
 from cpvt_det.training.evaluate import evaluate
 from cpvt_det.training.tasks.task import build_task, main_value
 

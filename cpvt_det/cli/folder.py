@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import click
 from tabulate import tabulate
 
-from cpvt_det.errors import BadInputError, ConfigError, output_errors
-from cpvt_det.files import atomic_file
-from cpvt_det.memory import quick_imports
-from cpvt_det.registry import import_words
+from cpvt_det.common.errors import BadInputError, ConfigError, output_errors
+from cpvt_det.common.files import atomic_file
+from cpvt_det.common.memory import quick_imports
+from cpvt_det.common.registry import import_words
 from cpvt_det.training.launchers import is_of_torchrun, variables_of_group
 
 if TYPE_CHECKING:

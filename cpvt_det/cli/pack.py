@@ -13,6 +13,8 @@ import click
 import numpy as np
 
 from cpvt_det.cli import common_options
+from cpvt_det.common.errors import ConfigError, DataError
+from cpvt_det.common.files import atomic_file, write_json
 from cpvt_det.config import load_cfg
 from cpvt_det.data.catalog import DatasetFiles, find_datasets
 from cpvt_det.data.formats.reading import read_foreign
@@ -20,8 +22,6 @@ from cpvt_det.data.images import open_image
 from cpvt_det.data.shards import ARRAYS, INDEX, TAR, index_shards
 from cpvt_det.data.validation.check import check_data
 from cpvt_det.data.validation.issues import require_no_errors
-from cpvt_det.errors import ConfigError, DataError
-from cpvt_det.files import atomic_file, write_json
 
 ANNOTATIONS = "annotations.json"
 

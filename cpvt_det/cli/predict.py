@@ -11,9 +11,9 @@ import click
 from cpvt_det.checkpoint.exported import load_model
 from cpvt_det.cli import common_options
 from cpvt_det.cli.train import RUN_CONTEXT, tiles_options, tiles_overrides
+from cpvt_det.common.errors import BadInputError, counted
 from cpvt_det.data.listing import few, find_files
 from cpvt_det.data.validation.issues import POLICIES, Issues
-from cpvt_det.errors import BadInputError, counted
 from cpvt_det.models import Classifier
 from cpvt_det.predict import ClassPredictor, Predictor
 from cpvt_det.predict.detect_files import check_files, predict_classes, predict_files, predict_film

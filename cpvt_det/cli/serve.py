@@ -5,7 +5,7 @@ import click
 
 from cpvt_det.checkpoint.trained import load_trained
 from cpvt_det.cli import common_options
-from cpvt_det.errors import BadInputError
+from cpvt_det.common.errors import BadInputError
 from cpvt_det.predict import Predictor
 from cpvt_det.predict.served_model import ServedModel
 from cpvt_det.predict.server import MEGABYTE, PageServer

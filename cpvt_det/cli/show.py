@@ -14,15 +14,15 @@ from cpvt_det.checkpoint.trained import Trained, load_trained
 from cpvt_det.cli import common_options
 from cpvt_det.cli.options import build_any, config_options, load_any
 from cpvt_det.cli.train import RUN_CONTEXT
+from cpvt_det.common.errors import BadInputError
+from cpvt_det.common.structures import Size
 from cpvt_det.config import load_cfg
 from cpvt_det.data.images import read_image
 from cpvt_det.data.mapper import Sample
 from cpvt_det.data.records import ImageRecord
-from cpvt_det.errors import BadInputError
 from cpvt_det.models import Detector
 from cpvt_det.models.denoising import ContrastiveDenoising
 from cpvt_det.solver.step import split_samples
-from cpvt_det.structures import Size
 from cpvt_det.training.setup import choose_seed
 from cpvt_det.training.tasks import Task, build_task
 from cpvt_det.visualize.attention import draw_attention

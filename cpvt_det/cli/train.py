@@ -9,9 +9,9 @@ import click
 
 from cpvt_det.cli import common_options, report_errors
 from cpvt_det.cli.folder import budget_option, choose_run, folder_options, take_folder
-from cpvt_det.errors import BadInputError
-from cpvt_det.memory import let_waiting_threads_sleep, quick_imports
-from cpvt_det.registry import import_inherited
+from cpvt_det.common.errors import BadInputError
+from cpvt_det.common.memory import let_waiting_threads_sleep, quick_imports
+from cpvt_det.common.registry import import_inherited
 
 RUNNERS = ("auto", "builtin", "detectron2")
 RUN_CONTEXT = {"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}  # KEY VALUE may contain negative numbers

@@ -9,7 +9,7 @@ from tabulate import tabulate
 from cpvt_det.checkpoint import fetch
 from cpvt_det.checkpoint.starts import STARTER, Start, starts
 from cpvt_det.cli import common_options
-from cpvt_det.errors import UnknownNameError, WeightsError
+from cpvt_det.common.errors import UnknownNameError, WeightsError
 
 
 @click.command()

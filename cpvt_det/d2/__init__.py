@@ -15,11 +15,10 @@ def setup_environment() -> None:
 
 from detectron2.data import DatasetCatalog
 
-from cpvt_det.d2.backbone import Detectron2Backbone
+from cpvt_det.d2.backbones import Detectron2Backbone, VisionPyramid
 from cpvt_det.d2.config import add_cpvt_det_config, add_peg_config
 from cpvt_det.d2.data import register_datasets
 from cpvt_det.d2.meta_arch import CPVTDeformableDetr, CPVTDetr
-from cpvt_det.d2.our_backbones import VisionPyramid
 from cpvt_det.data.catalog import builtin_datasets
 
 register_datasets(files for files in builtin_datasets() if files.name not in DatasetCatalog.list())

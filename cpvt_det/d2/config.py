@@ -9,7 +9,7 @@ from fvcore.common.config import CfgNode as CoreCfgNode
 
 from cpvt_det import config as core
 from cpvt_det.builders import DETECTOR_REGISTRY
-from cpvt_det.errors import ConfigError
+from cpvt_det.common.errors import ConfigError
 from cpvt_det.losses import CLASSIFICATION_REGISTRY
 from cpvt_det.models import BACKBONE_REGISTRY, NECK_REGISTRY, QUERY_REGISTRY
 from cpvt_det.position import POSITION_REGISTRY

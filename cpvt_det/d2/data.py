@@ -14,10 +14,10 @@ from detectron2.data.datasets import register_coco_instances
 from detectron2.structures import BoxMode
 from detectron2.utils import comm
 
+from cpvt_det.common.errors import ConfigError, DataError, UnknownNameError
+from cpvt_det.common.files import atomic_file
 from cpvt_det.data.catalog import DatasetFiles, registered_datasets
 from cpvt_det.data.coco import load_coco
-from cpvt_det.errors import ConfigError, DataError, UnknownNameError
-from cpvt_det.files import atomic_file
 
 
 def register_datasets(datasets: Iterable[DatasetFiles]) -> None:

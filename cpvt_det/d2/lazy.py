@@ -18,9 +18,9 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from cpvt_det.builders import build_schedule
+from cpvt_det.common.errors import ConfigError
 from cpvt_det.config import merge_checked
 from cpvt_det.d2.config import add_cpvt_det_config, load_cfg, without_untouched
-from cpvt_det.errors import ConfigError
 from cpvt_det.solver.optimizer import parameter_groups
 from cpvt_det.solver.schedule import LRSchedule, TrainingSchedule
 

@@ -12,18 +12,18 @@ from detectron2.utils.events import get_event_storage, has_event_storage
 from torch import Tensor, nn
 
 from cpvt_det import builders
-from cpvt_det.boxes import xyxy_to_cxcywh
 from cpvt_det.checkpoint.load import load_backbone_weights
-from cpvt_det.d2.backbone import build_detector_backbone
+from cpvt_det.common.boxes import xyxy_to_cxcywh
+from cpvt_det.common.errors import DataError
+from cpvt_det.common.structures import Detections, Predictions, Targets
+from cpvt_det.d2.backbones import build_detector_backbone
 from cpvt_det.d2.data import class_names, register_datasets
 from cpvt_det.data.catalog import registered_datasets
-from cpvt_det.errors import DataError
 from cpvt_det.evaluation.answers import PostProcessor
 from cpvt_det.fast import accelerate
 from cpvt_det.losses import SetCriterion
 from cpvt_det.models import Classifier, Detector
 from cpvt_det.solver.step import TrainingModel
-from cpvt_det.structures import Detections, Predictions, Targets
 
 
 class Detectron2Protocol:

@@ -17,10 +17,10 @@ from torch import distributed as dist
 from torch import nn
 
 from cpvt_det import builders
+from cpvt_det.common.errors import config_errors
 from cpvt_det.d2.config import load_cfg, refuse_ignored, without_untouched
 from cpvt_det.d2.data import find_registered
 from cpvt_det.d2.meta_arch import register_detectors
-from cpvt_det.errors import config_errors
 from cpvt_det.training import train
 from cpvt_det.training.callbacks import RunCallbacks
 

@@ -16,6 +16,8 @@ from pathlib import Path
 import numpy as np
 import PIL
 
+from cpvt_det.common.errors import DataError
+from cpvt_det.common.files import atomic_file, fcntl, write_json
 from cpvt_det.data.catalog import DatasetFiles
 from cpvt_det.data.formats.format import find_format
 from cpvt_det.data.records import Records
@@ -23,8 +25,6 @@ from cpvt_det.data.shards import INDEX, open_shards, split_at_shards
 from cpvt_det.data.storage import is_url
 from cpvt_det.data.table import Table, load_table, save_table
 from cpvt_det.data.validation.issues import Issues, Looked
-from cpvt_det.errors import DataError
-from cpvt_det.files import atomic_file, fcntl, write_json
 
 logger = logging.getLogger("cpvt_det")
 SMALL = 2**22  # bytes; a smaller file is read too quickly for a cache to help

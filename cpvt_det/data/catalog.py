@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from cpvt_det.common.errors import ConfigError, UnknownNameError
 from cpvt_det.data.formats.format import find_format
 from cpvt_det.data.storage import root_of
-from cpvt_det.errors import ConfigError, UnknownNameError
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import torch
 from torchvision.transforms import InterpolationMode, v2
 
+from cpvt_det.common.structures import Targets
 from cpvt_det.data.images import read_image
 from cpvt_det.data.mapper import Mapper, Sample, named
 from cpvt_det.data.records import ImageRecord
-from cpvt_det.structures import Targets
 
 MAGNITUDES = 31
 """Magnitudes of RandAugment, from 0 to 30."""

@@ -17,7 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from cpvt_det.class_names import Classes
+from cpvt_det.common.class_names import Classes
+from cpvt_det.common.errors import DataError
+from cpvt_det.common.memory import no_garbage_collection
 from cpvt_det.data.annotations import Entries
 from cpvt_det.data.cache import read_once
 from cpvt_det.data.catalog import DatasetFiles
@@ -28,8 +30,6 @@ from cpvt_det.data.table import Table
 from cpvt_det.data.text import decode
 from cpvt_det.data.validation.issues import EXAMPLES, Issues, require_no_errors
 from cpvt_det.data.validation.rules import Id, category_fault
-from cpvt_det.errors import DataError
-from cpvt_det.memory import no_garbage_collection
 
 
 @dataclass

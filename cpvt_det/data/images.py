@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 from PIL import ExifTags, Image
 
+from cpvt_det.common.errors import ConfigError, DataError, MissingFileError, UnreachableError, first_line
 from cpvt_det.data.shards import open_shards, split_at_shards
 from cpvt_det.data.storage import fetch, is_url
-from cpvt_det.errors import ConfigError, DataError, MissingFileError, UnreachableError, first_line
 
 if TYPE_CHECKING:  # headers are read without torch and torchvision, whose import takes seconds
     from torch import Tensor

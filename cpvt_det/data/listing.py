@@ -10,7 +10,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from cpvt_det.errors import DataError
+from cpvt_det.common.errors import DataError
 
 IMAGES = {".apng", ".avif", ".bmp", ".dib", ".gif", ".j2c", ".j2k", ".jfif", ".jp2", ".jpc", ".jpe", ".jpeg", ".jpf", ".jpg"}
 IMAGES |= {".jpx", ".mpo", ".pbm", ".pcx", ".pgm", ".png", ".pnm", ".ppm", ".qoi", ".tga", ".tif", ".tiff", ".webp"}

@@ -22,11 +22,11 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
+from cpvt_det.common.errors import DeadWorkerError, RunStoppedError, UnreachableError
 from cpvt_det.data.collate import pack, shared_memory
 from cpvt_det.data.mapper import Mapper, Sample
 from cpvt_det.data.records import ImageRecord
 from cpvt_det.data.storage import Patience
-from cpvt_det.errors import DeadWorkerError, RunStoppedError, UnreachableError
 
 logger = logging.getLogger("cpvt_det")
 Draw = tuple[int, int]

@@ -18,13 +18,13 @@ from torchvision import tv_tensors
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as TF
 
-from cpvt_det.boxes import xyxy_to_cxcywh
+from cpvt_det.common.boxes import xyxy_to_cxcywh
+from cpvt_det.common.errors import DataError
+from cpvt_det.common.structures import Targets
 from cpvt_det.data.augmentation.contract import Scene
 from cpvt_det.data.augmentation.step import AugmentationStep, as_scene, augmentation_errors
 from cpvt_det.data.images import read_image
 from cpvt_det.data.records import ImageRecord
-from cpvt_det.errors import DataError
-from cpvt_det.structures import Targets
 
 Sample = dict[str, Any]
 """Keys: ``file_name``, ``image_id``, ``height`` and ``width`` on disk, and ``image`` (3, h, w) uint8 RGB; in training also

@@ -15,10 +15,10 @@ from types import MappingProxyType
 from typing import Any
 from urllib.parse import unquote
 
+from cpvt_det.common.errors import DataError
 from cpvt_det.data.listing import IMAGES, Listing, cannot_read, split_named
 from cpvt_det.data.text import composed
 from cpvt_det.data.validation.rules import FAULT
-from cpvt_det.errors import DataError
 
 KINDS = {"image", "images", "img", "imgs", "jpegimages", "jpg", "png", "label", "labels", "annotation", "annotations", "annots"}
 KINDS |= {"xml", "xmls", "txt", "txts", "bbox", "bboxes"}

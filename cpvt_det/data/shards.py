@@ -19,8 +19,8 @@ from typing import BinaryIO
 
 import numpy as np
 
+from cpvt_det.common.errors import DataError, MissingFileError, first_line
 from cpvt_det.data.storage import fetch, is_url
-from cpvt_det.errors import DataError, MissingFileError, first_line
 
 TAR = ".tar"
 INDEX = "index.npz"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from cpvt_det.errors import DataError, MissingFileError, UnreachableError, first_line
+from cpvt_det.common.errors import DataError, MissingFileError, UnreachableError, first_line
 
 logger = logging.getLogger("cpvt_det")
 Value = TypeVar("Value")

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from cpvt_det.files import fcntl
+from cpvt_det.common.files import fcntl
 
 WIDE, NARROW = ("id", "name", "first"), ("name_size", "count", "to_learn", "height", "width")
 IMAGE = np.dtype([*((name, "i8") for name in WIDE), *((name, "i4") for name in NARROW)])

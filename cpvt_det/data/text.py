@@ -11,7 +11,7 @@ import unicodedata
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
-from cpvt_det.errors import DataError, first_line
+from cpvt_det.common.errors import DataError, first_line
 
 DECLARED = re.compile(rb"""^\s*<\?xml[^>]*?encoding\s*=\s*["']([\w.:-]+)["']""")
 LARGER = {"gb2312": "gb18030", "gbk": "gb18030", "x-gbk": "gb18030"}

@@ -20,15 +20,15 @@ import numpy as np
 import torch
 from tabulate import tabulate
 
-from cpvt_det import distributed
+from cpvt_det.common import distributed
+from cpvt_det.common.errors import UnknownNameError
+from cpvt_det.common.files import write_json
+from cpvt_det.common.memory import no_garbage_collection
+from cpvt_det.common.structures import Detections
 from cpvt_det.data.records import Records
-from cpvt_det.errors import UnknownNameError
 from cpvt_det.evaluation.evaluator import Evaluator
 from cpvt_det.evaluation.matches import COUNTED, Matches, ground_truth_of
 from cpvt_det.evaluation.thresholds import Thresholds, pooled_curve
-from cpvt_det.files import write_json
-from cpvt_det.memory import no_garbage_collection
-from cpvt_det.structures import Detections
 
 AREA_SUFFIXES = ("s", "m", "l")  # area of a box: below 32^2 pixels, up to 96^2, above
 BACKENDS = {

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cpvt_det.errors import UnknownNameError
+from cpvt_det.common.errors import UnknownNameError
+from cpvt_det.common.structures import Detections
 from cpvt_det.evaluation.answers import PostProcessor, detect
-from cpvt_det.structures import Detections
 
 MERGES = ("ios", "nms")
 SMALLEST = 32

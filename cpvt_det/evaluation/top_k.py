@@ -12,9 +12,9 @@ import numpy as np
 from tabulate import tabulate
 from torch import Tensor
 
+from cpvt_det.common.files import atomic_file
 from cpvt_det.data.records import ImageRecord
 from cpvt_det.evaluation.evaluator import Evaluator
-from cpvt_det.files import atomic_file
 
 BEST = 5
 """Number of best classes that are stored for an image."""

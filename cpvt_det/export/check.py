@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from cpvt_det.boxes import intersection_over_union
 from cpvt_det.checkpoint.exported import Run
+from cpvt_det.common.boxes import intersection_over_union
+from cpvt_det.common.structures import Detections, PaddedBatch, Size
 from cpvt_det.evaluation.answers import ClassScores, PostProcessor
 from cpvt_det.export.program import Canvas, largest_sides
 from cpvt_det.models import ImageModel
-from cpvt_det.structures import Detections, PaddedBatch, Size
 
 TRACED = (2, 3, 4)  # number of images, and height and width in largest strides; all differ from those below
 NEAR = 0.01  # tolerance for an intersection over union in half precision

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from cpvt_det.errors import RunStoppedError, first_line
+from cpvt_det.common.errors import RunStoppedError, first_line
 from cpvt_det.evaluation.answers import ClassScores, PostProcessor
 from cpvt_det.layers.attention import DeformableAttention
 from cpvt_det.layers.norm import MaskedGroupNorm

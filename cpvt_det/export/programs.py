@@ -13,7 +13,7 @@ import torch
 from torch.export import ExportedProgram
 
 from cpvt_det.checkpoint.exported import METADATA_KEY, openvino_core
-from cpvt_det.errors import BadInputError, RunStoppedError, first_line
+from cpvt_det.common.errors import BadInputError, RunStoppedError, first_line
 from cpvt_det.evaluation.answers import PostProcessor
 
 FORMATS = ("torch_export", "onnx", "openvino")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from cpvt_det.checkpoint.exported import ExportedModel, Program, openvino_core
-from cpvt_det.errors import BadInputError, RunStoppedError, first_line
+from cpvt_det.common.errors import BadInputError, RunStoppedError, first_line
 
 Feed = dict[str, Any]
 """Name of an input -> its array."""

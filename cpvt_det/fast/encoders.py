@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from cpvt_det.common.structures import Levels, Size
 from cpvt_det.fast.layers import (
     FastAttention,
     FastDeformableAttention,
@@ -19,7 +20,6 @@ from cpvt_det.models.deformable_detr import DeformableEncoder
 from cpvt_det.models.encoder import Encoder
 from cpvt_det.ops import routes
 from cpvt_det.position.encoding import PositionEncoding
-from cpvt_det.structures import Levels, Size
 
 LEAST_SAVING = 0.1
 """Share of padded tokens below which packing, with its loop over images, does not pay."""

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cpvt_det.common.structures import Levels, has_padding
 from cpvt_det.fast.dropout import FastDropout, dropout
 from cpvt_det.fast.linear import linear
 from cpvt_det.fast.packing import Packing
@@ -17,7 +18,6 @@ from cpvt_det.models.detr import DecoderLayer
 from cpvt_det.models.encoder import EncoderLayer, FeedForward
 from cpvt_det.ops import routes
 from cpvt_det.ops.deformable_attention import ms_deform_attn
-from cpvt_det.structures import Levels, has_padding
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0) -> Tensor:

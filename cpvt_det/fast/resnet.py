@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.ops import FrozenBatchNorm2d
 
+from cpvt_det.common.structures import Size, has_padding, valid_sizes
 from cpvt_det.fast.convolution import can_fold, convolve
 from cpvt_det.models.backbones.resnet import MaskedOps, ResNetBackbone
 from cpvt_det.ops import routes
-from cpvt_det.structures import Size, has_padding, valid_sizes
 
 LEAST_SAVING = 0.1
 """Share of a batch's cells that must be saved for a loop over canvases to pay."""

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cpvt_det.errors import UnknownNameError
+from cpvt_det.common.errors import UnknownNameError
+from cpvt_det.common.structures import Levels, has_padding, require_bool
 from cpvt_det.ops.deformable_attention import IMPLEMENTATIONS, ms_deform_attn
-from cpvt_det.structures import Levels, has_padding, require_bool
 
 Place = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]]
 """A position encoding's ``place`` for one layer: projected queries and keys (B, M, N, C / M) -> the same after a rotation, and a

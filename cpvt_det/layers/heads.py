@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from cpvt_det.boxes import inverse_sigmoid
-from cpvt_det.structures import Predictions
+from cpvt_det.common.boxes import inverse_sigmoid
+from cpvt_det.common.structures import Predictions
 
 
 @dataclass

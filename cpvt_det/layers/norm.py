@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.ops import FrozenBatchNorm2d
 
-from cpvt_det import distributed
-from cpvt_det.errors import UnknownNameError
+from cpvt_det.common import distributed
+from cpvt_det.common.errors import UnknownNameError
 
 
 class MaskedBatchNorm2d(nn.BatchNorm2d):

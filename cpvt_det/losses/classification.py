@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from cpvt_det import defaults
-from cpvt_det.registry import PartRegistry
+from cpvt_det.common import defaults
+from cpvt_det.common.registry import PartRegistry
 
 CLASSIFICATION_REGISTRY = PartRegistry("CLASSIFICATION", "classification")
 """``MODEL.CRITERION.CLASSIFICATION.NAME`` -> builder, called with ``num_classes`` and the other keys of the node.

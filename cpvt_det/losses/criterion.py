@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cpvt_det import defaults, distributed
+from cpvt_det.common import defaults, distributed
+from cpvt_det.common.structures import PROPOSAL_LABEL, Predictions, Targets
 from cpvt_det.losses.matcher import HungarianMatcher, Matches, PaddedTargets
 from cpvt_det.losses.one_to_many import OneToManyMatcher
 from cpvt_det.losses.terms import LOSS_REGISTRY, Loss, Matched, Normalizers
-from cpvt_det.structures import PROPOSAL_LABEL, Predictions, Targets
 
 Group = tuple[Predictions, PaddedTargets, Matches, Normalizers]
 """Predictions and the other arguments of :meth:`SetCriterion.losses_by_layer`."""

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cpvt_det.boxes import cxcywh_to_xyxy
+from cpvt_det.common.boxes import cxcywh_to_xyxy
 from cpvt_det.losses.terms import LOSS_REGISTRY, Matched
 
 LEAST_ROOT = 1e-3  # smallest root of a number of queries per process, against division by 0

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from cpvt_det import defaults
-from cpvt_det.boxes import cxcywh_to_xyxy, intersection_over_union, pairwise_generalized_iou
+from cpvt_det.common import defaults
+from cpvt_det.common.boxes import cxcywh_to_xyxy, intersection_over_union, pairwise_generalized_iou
+from cpvt_det.common.structures import Predictions, Targets
 from cpvt_det.losses.classification import Classification
-from cpvt_det.structures import Predictions, Targets
 
 
 @dataclass

@@ -6,11 +6,11 @@ Place in the pipeline: after ``models/``, before ``losses/criterion.py``, for ``
 
 import torch
 
-from cpvt_det import defaults
-from cpvt_det.boxes import cxcywh_to_xyxy, intersection_over_union
+from cpvt_det.common import defaults
+from cpvt_det.common.boxes import cxcywh_to_xyxy, intersection_over_union
+from cpvt_det.common.structures import Predictions
 from cpvt_det.losses.classification import pick_classes
 from cpvt_det.losses.matcher import Matches, PaddedTargets
-from cpvt_det.structures import Predictions
 
 OVERLAP_SHARE = 0.7
 """Weight of the overlap in a pair's score; the rest is the weight of the probability of the object's class."""

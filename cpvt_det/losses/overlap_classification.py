@@ -4,7 +4,7 @@
 import torch
 from torch import Tensor
 
-from cpvt_det import defaults
+from cpvt_det.common import defaults
 from cpvt_det.losses.classification import (
     CLASSIFICATION_REGISTRY,
     PrecomputedGradient,

@@ -30,7 +30,7 @@ class ClassCriterion:
         """Compare logits with shares.
 
         Args:
-            logits: (H, B, K) float, as in :class:`cpvt_det.structures.ClassLogits`.
+            logits: (H, B, K) float, as in :class:`cpvt_det.common.structures.ClassLogits`.
             shares: (B, K) float, the part of each class in each image; the sum over classes is 1.
             taught: (B,) int64, the teacher's classes; ``None`` without a teacher: the heads' mean is compared with the shares.
             count: number of images in the whole step of this process, if this batch is a part of it; ``None`` for B.

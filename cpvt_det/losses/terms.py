@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from cpvt_det.boxes import cxcywh_to_xyxy, generalized_iou, intersection_over_union
+from cpvt_det.common.boxes import cxcywh_to_xyxy, generalized_iou, intersection_over_union
+from cpvt_det.common.registry import PartRegistry
+from cpvt_det.common.structures import Predictions
 from cpvt_det.losses.classification import Classification
 from cpvt_det.losses.matcher import Matches, PaddedTargets
-from cpvt_det.registry import PartRegistry
-from cpvt_det.structures import Predictions
 
 
 @dataclass

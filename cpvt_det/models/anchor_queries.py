@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from cpvt_det.boxes import inverse_sigmoid
+from cpvt_det.common.boxes import inverse_sigmoid
+from cpvt_det.common.structures import Levels, Targets
 from cpvt_det.layers.heads import MLP, full_precision, without_autocast
 from cpvt_det.models.queries import QUERY_REGISTRY, Queries, at_least_one, sines_of_boxes
-from cpvt_det.structures import Levels, Targets
 
 FARTHEST_LOGIT = 3.0  # limit of the initial logits of learned boxes, whose numbers start between 0.05 and 0.95
 

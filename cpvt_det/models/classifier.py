@@ -10,11 +10,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from cpvt_det import defaults
-from cpvt_det.errors import UnknownNameError
+from cpvt_det.common import defaults
+from cpvt_det.common.errors import UnknownNameError
+from cpvt_det.common.structures import ClassLogits, Targets, level_padding_mask
 from cpvt_det.layers.heads import full_precision, without_autocast
 from cpvt_det.models.image_model import ImageModel, require_contract
-from cpvt_det.structures import ClassLogits, Targets, level_padding_mask
 
 POOLS = ("token", "mean")
 INITIAL_STD = 0.02  # standard deviation of the head's initial weights, as in DeiT

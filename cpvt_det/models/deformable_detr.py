@@ -13,7 +13,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from cpvt_det import defaults
+from cpvt_det.common import defaults
+from cpvt_det.common.structures import Levels, Predictions, flatten_levels
 from cpvt_det.layers.attention import Attention, DeformableAttention
 from cpvt_det.layers.checkpointing import recomputed
 from cpvt_det.layers.heads import Heads, box_head, class_head
@@ -23,7 +24,6 @@ from cpvt_det.models.image_model import require_contract
 from cpvt_det.models.necks import MultiLevelNeck
 from cpvt_det.models.queries import LearnedQueries, ProposedQueries, Queries
 from cpvt_det.position.encoding import PositionEncoding
-from cpvt_det.structures import Levels, Predictions, flatten_levels
 
 
 class DeformableEncoderLayer(FeedForward):

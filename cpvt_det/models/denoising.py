@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from cpvt_det.boxes import cxcywh_to_xyxy, inverse_sigmoid, xyxy_to_cxcywh
+from cpvt_det.common.boxes import cxcywh_to_xyxy, inverse_sigmoid, xyxy_to_cxcywh
+from cpvt_det.common.structures import Targets
 from cpvt_det.models.queries import Queries
-from cpvt_det.structures import Targets
 
 NEAREST = 1e-3  # smallest distance of a noised box's numbers from 0 and 1, as in DINO's code
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from cpvt_det.common.structures import Predictions, Targets
 from cpvt_det.layers.heads import Heads
 from cpvt_det.models.image_model import ImageModel, require_contract
 from cpvt_det.position.encoding import PositionEncoding
-from cpvt_det.structures import Predictions, Targets
 
 
 @dataclass

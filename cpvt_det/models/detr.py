@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from cpvt_det import defaults
+from cpvt_det.common import defaults
+from cpvt_det.common.structures import Levels, Predictions, flatten_levels
 from cpvt_det.layers.attention import Attention
 from cpvt_det.layers.heads import MLP, Heads, class_head
 from cpvt_det.models.detector import Detector, Memory
@@ -20,7 +21,6 @@ from cpvt_det.models.image_model import require_contract
 from cpvt_det.models.necks import ProjectionNeck
 from cpvt_det.models.queries import Queries, QueryEmbedding
 from cpvt_det.position.encoding import PositionEncoding
-from cpvt_det.structures import Levels, Predictions, flatten_levels
 
 
 class DecoderLayer(FeedForward):

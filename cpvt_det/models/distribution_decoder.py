@@ -9,13 +9,13 @@ Source: arXiv 2410.13842, section 4; names of parameters as in Peterande/D-FINE.
 import torch
 from torch import Tensor, nn
 
-from cpvt_det.boxes import xyxy_to_cxcywh
+from cpvt_det.common.boxes import xyxy_to_cxcywh
+from cpvt_det.common.structures import BoxDistributions, Levels, Predictions
 from cpvt_det.layers.attention import DeformableAttention
 from cpvt_det.layers.heads import MLP, Heads, box_head, full_precision, without_autocast
 from cpvt_det.models.deformable_detr import DeformableDecoderLayer, layers_in_evaluation
 from cpvt_det.models.detector import Memory
 from cpvt_det.models.queries import Queries
-from cpvt_det.structures import BoxDistributions, Levels, Predictions
 
 FARTHEST_POSITION = 10.0  # limit of the numbers in queries' positions, as in the authors' code
 

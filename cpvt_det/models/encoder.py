@@ -11,12 +11,12 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cpvt_det.errors import UnknownNameError
+from cpvt_det.common.errors import UnknownNameError
+from cpvt_det.common.structures import Size
 from cpvt_det.layers.attention import Attention, Place
 from cpvt_det.layers.checkpointing import recomputed
 from cpvt_det.layers.drop_path import DropPath
 from cpvt_det.position.encoding import PositionEncoding
-from cpvt_det.structures import Size
 
 ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu}
 

@@ -15,14 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cpvt_det.errors import UnknownNameError
+from cpvt_det.common.errors import UnknownNameError
+from cpvt_det.common.structures import Levels, flatten_levels, has_padding, level_padding_mask
 from cpvt_det.layers.heads import full_precision
 from cpvt_det.layers.norm import MaskedBatchNorm2d, NoNorm, fold_norm, make_norm
 from cpvt_det.models.detector import Memory
 from cpvt_det.models.encoder import Encoder
 from cpvt_det.models.necks import NECK_REGISTRY
 from cpvt_det.position.encoding import PositionEncoding
-from cpvt_det.structures import Levels, flatten_levels, has_padding, level_padding_mask
 
 
 class ConvNorm(nn.Module):

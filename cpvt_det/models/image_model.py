@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from cpvt_det.errors import UnknownNameError
+from cpvt_det.common.errors import UnknownNameError
+from cpvt_det.common.structures import PaddedBatch, require_bool
 from cpvt_det.ops.strided_1x1 import guard_strided_1x1
-from cpvt_det.structures import PaddedBatch, require_bool
 
 
 class ImageModel(nn.Module):

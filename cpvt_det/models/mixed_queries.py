@@ -6,9 +6,9 @@ Place in the pipeline: after the encoder, before the decoder; a query source lik
 
 from torch import Tensor, nn
 
+from cpvt_det.common.structures import Predictions
 from cpvt_det.models.anchor_queries import BoxPositions
 from cpvt_det.models.queries import QUERY_REGISTRY, ProposedQueries, Queries
-from cpvt_det.structures import Predictions
 
 
 @QUERY_REGISTRY.register_as("mixed")

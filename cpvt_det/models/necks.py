@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from cpvt_det.common.registry import PartRegistry
+from cpvt_det.common.structures import Levels, has_padding, level_padding_mask
 from cpvt_det.layers.heads import full_precision
 from cpvt_det.layers.norm import MaskedGroupNorm, group_count
-from cpvt_det.registry import PartRegistry
-from cpvt_det.structures import Levels, has_padding, level_padding_mask
 
 NECK_REGISTRY = PartRegistry("NECK", "neck")
 """Name -> builder of a neck. It is called with the options of ``MODEL.NECK``, and with whichever of these its signature names:

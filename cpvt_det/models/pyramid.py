@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from cpvt_det.common.structures import Levels, has_padding, level_padding_mask
 from cpvt_det.layers.heads import full_precision
 from cpvt_det.models.necks import NECK_REGISTRY
-from cpvt_det.structures import Levels, has_padding, level_padding_mask
 
 
 @NECK_REGISTRY.register_as("simple_pyramid")

@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cpvt_det.boxes import cxcywh_to_xyxy
+from cpvt_det.common.boxes import cxcywh_to_xyxy
+from cpvt_det.common.registry import PartRegistry
+from cpvt_det.common.structures import PROPOSAL_LABEL, Levels, Predictions, Targets
 from cpvt_det.layers.heads import box_head, class_head, full_precision, without_autocast
 from cpvt_det.ops.nms import nms_topk
 from cpvt_det.position.sine import sines
-from cpvt_det.registry import PartRegistry
-from cpvt_det.structures import PROPOSAL_LABEL, Levels, Predictions, Targets
 
 PADDED_LOGIT = -50.0  # logit of padded tokens: probability 2e-22, no gradient, and a small loss even if matched to an object
 FINEST_SIDE = 0.05  # side of a proposal on the finest level, as a part of the image's side; it doubles with every level

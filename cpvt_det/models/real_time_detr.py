@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from cpvt_det import defaults
+from cpvt_det.common import defaults
 from cpvt_det.layers.heads import box_head, class_head
 from cpvt_det.models.detector import Detector
 from cpvt_det.models.hybrid_encoder import HybridTransformer

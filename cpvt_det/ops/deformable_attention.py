@@ -14,12 +14,12 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from cpvt_det.errors import UnknownNameError, first_line
-from cpvt_det.memory import no_garbage_collection
+from cpvt_det.common.errors import UnknownNameError, first_line
+from cpvt_det.common.memory import no_garbage_collection
+from cpvt_det.common.structures import Size
 from cpvt_det.ops import routes
 from cpvt_det.ops.deformable_eager import embedding_bag_attention, gather_attention, grid_sample_attention
 from cpvt_det.ops.exporting import is_exporting
-from cpvt_det.structures import Size
 
 logger = logging.getLogger("cpvt_det")
 PLAIN = {"eager": embedding_bag_attention, "export": gather_attention, "grid_sample": grid_sample_attention}

@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from cpvt_det.structures import Size
+from cpvt_det.common.structures import Size
 
 try:
     import triton

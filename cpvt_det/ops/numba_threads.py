@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numba
 import torch
 
-from cpvt_det.errors import first_line
+from cpvt_det.common.errors import first_line
 from cpvt_det.ops.routes import is_on
 
 logger = logging.getLogger("cpvt_det")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from cpvt_det.errors import ConfigError
+from cpvt_det.common.errors import ConfigError
 
 IN_HALVES = "AVX512 in halves"
 ROUTES = {

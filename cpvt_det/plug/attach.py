@@ -14,11 +14,11 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from cpvt_det.checkpoint.files import read_checkpoint, state_dict_of
-from cpvt_det.errors import UnknownNameError, WeightsError
+from cpvt_det.common.errors import UnknownNameError, WeightsError
+from cpvt_det.common.structures import Size
 from cpvt_det.plug.families import Family, checked_grid, find_owner
 from cpvt_det.plug.hooks import ApplyPEG, AttributeOverride, ClearContext, ForwardContext, PlugError, RecordGrid
 from cpvt_det.position.peg import PEGDetection
-from cpvt_det.structures import Size
 
 WRAPPERS = {
     "OptimizedModule": "is compiled, and compiled code would ignore the PEG; add it before torch.compile",

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cpvt_det.common.structures import Size
 from cpvt_det.plug.hooks import AttributeOverride, GridAndMask, PlugError, ZeroArgument, ZeroOutput
-from cpvt_det.structures import Size
 
 
 class Family:

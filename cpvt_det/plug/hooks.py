@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from cpvt_det.errors import BadInputError
+from cpvt_det.common.errors import BadInputError
+from cpvt_det.common.structures import Size
 from cpvt_det.position.peg import encode_levels
-from cpvt_det.structures import Size
 
 GridAndMask = tuple[list[Size], Tensor | None]
 """Grid and mask of one forward pass: (H, W) of each level, and (B, N) bool, True = padded, or ``None`` without a mask."""

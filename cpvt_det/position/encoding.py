@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from cpvt_det import defaults
-from cpvt_det.registry import PartRegistry, options_of
-from cpvt_det.structures import Size
+from cpvt_det.common import defaults
+from cpvt_det.common.registry import PartRegistry, options_of
+from cpvt_det.common.structures import Size
 
 FACTS = ("channels", "num_levels", "num_layers", "num_heads", "ffn_channels")
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cpvt_det import defaults
+from cpvt_det.common import defaults
+from cpvt_det.common.structures import require_bool
 from cpvt_det.position.encoding import register_position
 from cpvt_det.position.sine import SineEncoding
-from cpvt_det.structures import require_bool
 
 
 @register_position("sine_grid")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from cpvt_det.errors import MapSizeError
+from cpvt_det.common.errors import MapSizeError
 from cpvt_det.position.encoding import PositionEncoding, register_position
 
 

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cpvt_det import defaults
+from cpvt_det.common import defaults
+from cpvt_det.common.structures import Size, has_padding, require_bool
 from cpvt_det.layers.norm import MaskedBatchNorm2d, NoNorm, fold_norm, make_norm
 from cpvt_det.position.encoding import PositionEncoding, register_position
-from cpvt_det.structures import Size, has_padding, require_bool
 
 
 class PEGDetection(nn.Module):

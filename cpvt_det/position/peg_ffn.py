@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from cpvt_det import defaults
+from cpvt_det.common import defaults
+from cpvt_det.common.structures import Size, has_padding
 from cpvt_det.position.encoding import PositionEncoding, register_position, require_one_level
-from cpvt_det.structures import Size, has_padding
 
 
 @register_position("peg_ffn")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from cpvt_det import defaults
+from cpvt_det.common import defaults
 from cpvt_det.position.encoding import PositionEncoding, register_position
 from cpvt_det.position.peg import PEGDetection, PEGEncoding
 

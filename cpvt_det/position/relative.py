@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from cpvt_det.common.structures import Size
 from cpvt_det.position.encoding import PositionEncoding, channels_per_head, register_position, require_one_level
-from cpvt_det.structures import Size
 
 
 @register_position("relative")

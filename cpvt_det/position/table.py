@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from cpvt_det.common.structures import Size, require_bool
 from cpvt_det.layers.heads import without_autocast
 from cpvt_det.position.encoding import PositionEncoding, register_position
-from cpvt_det.structures import Size, require_bool
 
 CUBIC, CUBIC_ANTIALIASED = -0.75, -0.5
 """The constant of torch's bicubic interpolation, without and with ``antialias``."""

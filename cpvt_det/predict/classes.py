@@ -10,8 +10,8 @@ from torch import Tensor
 
 from cpvt_det.builders import build_class_mapper
 from cpvt_det.checkpoint.trained import Trained
-from cpvt_det.class_names import Classes
-from cpvt_det.errors import ConfigError
+from cpvt_det.common.class_names import Classes
+from cpvt_det.common.errors import ConfigError
 from cpvt_det.evaluation.answers import classify
 from cpvt_det.evaluation.tiles import Tiling
 from cpvt_det.models import Classifier

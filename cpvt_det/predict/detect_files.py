@@ -13,12 +13,12 @@ from typing import Any
 
 from tqdm import tqdm
 
-from cpvt_det.class_names import Classes
+from cpvt_det.common.class_names import Classes
+from cpvt_det.common.errors import BadInputError, DataError, DataFaultsError
+from cpvt_det.common.files import write_json
 from cpvt_det.data.images import ImageHeader, read_image
 from cpvt_det.data.validation.check import look_at_files
 from cpvt_det.data.validation.issues import Issues
-from cpvt_det.errors import BadInputError, DataError, DataFaultsError
-from cpvt_det.files import write_json
 from cpvt_det.predict.classes import ClassPredictor
 from cpvt_det.predict.detections import ImageDetections
 from cpvt_det.predict.films import FilmReader, FilmWriter, Tracks

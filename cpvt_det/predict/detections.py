@@ -9,10 +9,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from cpvt_det.class_names import Classes
+from cpvt_det.common.class_names import Classes
+from cpvt_det.common.errors import ConfigError
+from cpvt_det.common.structures import Detections
 from cpvt_det.data.images import read_image
-from cpvt_det.errors import ConfigError
-from cpvt_det.structures import Detections
 from cpvt_det.visualize.pictures import draw_objects
 
 if TYPE_CHECKING:

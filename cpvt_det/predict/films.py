@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from cpvt_det.errors import BadInputError, DataError, RunStoppedError, first_line
+from cpvt_det.common.errors import BadInputError, DataError, RunStoppedError, first_line
 from cpvt_det.predict.detections import ImageDetections
 
 SUFFIXES = (".mp4", ".m4v", ".mov", ".avi", ".mkv", ".webm", ".mpg", ".mpeg", ".wmv", ".flv", ".ts", ".3gp")

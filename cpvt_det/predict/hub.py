@@ -18,9 +18,9 @@ from cpvt_det.builders import is_classifier
 from cpvt_det.checkpoint.fetch import hub_errors
 from cpvt_det.checkpoint.files import read_checkpoint
 from cpvt_det.checkpoint.model_folder import CONFIG
-from cpvt_det.class_names import Classes
+from cpvt_det.common.class_names import Classes
+from cpvt_det.common.errors import DataError
 from cpvt_det.config import get_cfg
-from cpvt_det.errors import DataError
 from cpvt_det.evaluation.thresholds import Thresholds
 from cpvt_det.visualize.curves import main_figures, read_metrics
 

@@ -8,8 +8,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from cpvt_det.common.errors import DataError
 from cpvt_det.data.images import read_image, read_pillow
-from cpvt_det.errors import DataError
 
 ImageInput = str | os.PathLike[str] | Image.Image | np.ndarray | Tensor
 ORDERS = ("rgb", "bgr")

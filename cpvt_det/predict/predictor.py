@@ -17,9 +17,9 @@ from cpvt_det.checkpoint.exported import ExportedModel, load_model
 from cpvt_det.checkpoint.fetch import fetch_folder
 from cpvt_det.checkpoint.model_folder import save_model
 from cpvt_det.checkpoint.trained import Trained
-from cpvt_det.class_names import Classes
+from cpvt_det.common.class_names import Classes
+from cpvt_det.common.errors import ConfigError, DataError, RunStoppedError, WeightsError
 from cpvt_det.data.mapper import Mapper
-from cpvt_det.errors import ConfigError, DataError, RunStoppedError, WeightsError
 from cpvt_det.evaluation.answers import PostProcessor, detect
 from cpvt_det.evaluation.thresholds import DEFAULT_THRESHOLD, Thresholds
 from cpvt_det.evaluation.tiles import Tiling, detect_tiles

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cpvt_det.common.errors import BadInputError, DataError
+from cpvt_det.common.structures import Detections
 from cpvt_det.data.images import read_header, read_image
-from cpvt_det.errors import BadInputError, DataError
 from cpvt_det.predict.predictor import Predictor
-from cpvt_det.structures import Detections
 from cpvt_det.visualize.attention import heat_map, look
 from cpvt_det.visualize.page import embed_image
 from cpvt_det.visualize.recording import ForwardRecord, attention_layers, record_inputs

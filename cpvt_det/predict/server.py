@@ -18,8 +18,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from cpvt_det.common.errors import BadInputError, first_line
 from cpvt_det.data.listing import readable
-from cpvt_det.errors import BadInputError, first_line
 from cpvt_det.predict.served_model import Json, ServedModel
 from cpvt_det.visualize.page import build_page, hex_color
 

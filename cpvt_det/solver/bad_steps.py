@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cpvt_det import distributed
+from cpvt_det.common import distributed
+from cpvt_det.common.errors import RunStoppedError
 from cpvt_det.data.mapper import Sample
-from cpvt_det.errors import RunStoppedError
 
 logger = logging.getLogger("cpvt_det")
 

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cpvt_det import distributed, memory
+from cpvt_det.common import distributed, memory
+from cpvt_det.common.errors import ConfigError, counted, first_line
+from cpvt_det.common.structures import Targets
 from cpvt_det.data.mapper import Sample
-from cpvt_det.errors import ConfigError, counted, first_line
 from cpvt_det.models import ImageModel
 from cpvt_det.models.denoising import ContrastiveDenoising
-from cpvt_det.structures import Targets
 
 logger = logging.getLogger("cpvt_det")
 LARGE = 4_000

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fvcore.common.param_scheduler import CosineParamScheduler, MultiStepParamScheduler, ParamScheduler
 
-from cpvt_det.errors import UnknownNameError
+from cpvt_det.common.errors import UnknownNameError
 
 SCHEDULES = ("step", "cosine")
 

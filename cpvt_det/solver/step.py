@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from cpvt_det import distributed
+from cpvt_det.common import distributed
+from cpvt_det.common.structures import Targets
 from cpvt_det.data.loader import mix_seed
 from cpvt_det.data.mapper import Sample
 from cpvt_det.losses import Losses, Normalizers, SetCriterion
@@ -26,7 +27,6 @@ from cpvt_det.solver.bad_steps import NonFiniteGuard
 from cpvt_det.solver.ema import MovingAverage
 from cpvt_det.solver.memory_check import out_of_memory_explained, require_memory
 from cpvt_det.solver.schedule import LRSchedule
-from cpvt_det.structures import Targets
 
 
 class TrainingModel(nn.Module):

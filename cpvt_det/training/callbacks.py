@@ -21,11 +21,11 @@ from typing import Any
 from fvcore.common.config import CfgNode
 from torch import nn
 
-from cpvt_det import distributed
 from cpvt_det.checkpoint.best import BestSoFar
+from cpvt_det.common import distributed
+from cpvt_det.common.errors import BadInputError, ConfigError, RunStoppedError, config_errors, counted, first_line
+from cpvt_det.common.registry import PartRegistry
 from cpvt_det.config import flat_items
-from cpvt_det.errors import BadInputError, ConfigError, RunStoppedError, config_errors, counted, first_line
-from cpvt_det.registry import PartRegistry
 from cpvt_det.training.tasks.task import Results, flatten
 
 logger = logging.getLogger("cpvt_det")
@@ -77,7 +77,7 @@ class Callback:
     A callback must not change weights or optimiser, because other processes would not see the change. An exception in ``on_start``
     ends the run before its first step. After any later exception, the run continues without that callback and logs a warning: a
     server that is down must not end a training. Its ``on_end`` is still called, so that it can close what it has opened; errors of
-    that call are not reported. A :class:`cpvt_det.errors.RunStoppedError` always ends the run.
+    that call are not reported. A :class:`cpvt_det.common.errors.RunStoppedError` always ends the run.
     """
 
     def on_start(self, run: TrainingRun) -> None:

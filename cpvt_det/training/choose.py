@@ -14,11 +14,11 @@ from fvcore.common.config import CfgNode
 
 from cpvt_det import builders
 from cpvt_det.checkpoint.initial import load_initial_weights
+from cpvt_det.common.errors import ConfigError, counted
+from cpvt_det.common.memory import usable_cores
 from cpvt_det.config import get_cfg, merge_checked, merge_overrides, nested
 from cpvt_det.data.coco import CocoDataset
-from cpvt_det.errors import ConfigError, counted
 from cpvt_det.evaluation.answers import evaluation_mode
-from cpvt_det.memory import usable_cores
 from cpvt_det.models.backbones.packaged import PACKAGES
 from cpvt_det.training.callbacks import build_callbacks
 from cpvt_det.training.recipe import (

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cpvt_det import distributed
-from cpvt_det.errors import ConfigError, RunStoppedError, exit_code, first_line
+from cpvt_det.common import distributed
+from cpvt_det.common.errors import ConfigError, RunStoppedError, exit_code, first_line
 from cpvt_det.training.launchers import is_of_torchrun, variables_of_group
 
 OF_GLOO = ("gloo/transport", "pair closure")

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from cpvt_det.errors import ConfigError
+from cpvt_det.common.errors import ConfigError
 
 ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from cpvt_det import distributed
+from cpvt_det.common import distributed
 from cpvt_det.training.setup import METRICS_LOGGER
 
 logger = logging.getLogger(METRICS_LOGGER)

@@ -10,13 +10,14 @@ from typing import Any
 from fvcore.common.config import CfgNode
 from torch import nn
 
-from cpvt_det import builders, distributed
+from cpvt_det import builders
 from cpvt_det.checkpoint.best import BestSoFar
 from cpvt_det.checkpoint.checkpointer import BEST, RunCheckpointer, RunState
 from cpvt_det.checkpoint.resume import FINAL
+from cpvt_det.common import distributed
+from cpvt_det.common.errors import ConfigError
+from cpvt_det.common.registry import import_words
 from cpvt_det.data.records import Records
-from cpvt_det.errors import ConfigError
-from cpvt_det.registry import import_words
 from cpvt_det.solver.schedule import TrainingSchedule
 from cpvt_det.training.evaluate import measure
 from cpvt_det.training.tasks.task import Results, Task, figure_of, flatten, require_figure

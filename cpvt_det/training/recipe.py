@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cpvt_det.common.errors import counted
 from cpvt_det.data.records import ImageRecord
-from cpvt_det.errors import counted
 
 CANVASES = (128, 160, 192, 224, 256, 320, 384, 448, 512, 640)
 """Short sides in pixels, at the test size."""

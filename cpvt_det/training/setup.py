@@ -19,12 +19,12 @@ from fvcore.common.config import CfgNode
 from torch import nn
 
 import cpvt_det
-from cpvt_det import distributed
 from cpvt_det.builders import build_device
 from cpvt_det.checkpoint.files import write_line
 from cpvt_det.checkpoint.resume import named_run
-from cpvt_det.errors import ConfigError, output_errors
-from cpvt_det.files import atomic_file, fcntl
+from cpvt_det.common import distributed
+from cpvt_det.common.errors import ConfigError, output_errors
+from cpvt_det.common.files import atomic_file, fcntl
 
 logger = logging.getLogger("cpvt_det")
 LOCK = ".lock"

@@ -15,8 +15,8 @@ from cpvt_det.checkpoint.checkpointer import RunCheckpointer, RunState, TrainerS
 from cpvt_det.checkpoint.exported import is_exported, load_for_evaluation
 from cpvt_det.checkpoint.initial import load_initial_weights
 from cpvt_det.checkpoint.resume import last_checkpoint
+from cpvt_det.common.errors import ConfigError
 from cpvt_det.data.loader import dead_workers_named
-from cpvt_det.errors import ConfigError
 from cpvt_det.solver.schedule import TrainingSchedule
 from cpvt_det.solver.step import wrap_for_processes
 from cpvt_det.training.callbacks import Callback, RunCallbacks, TrainingRun, build_callbacks

@@ -20,8 +20,8 @@ from cpvt_det.checkpoint.load import nearly_named
 from cpvt_det.checkpoint.starts import STARTER, find_start, starts
 from cpvt_det.checkpoint.trained import config_of_weights
 from cpvt_det.checkpoint.weights import read_weights
+from cpvt_det.common.errors import ConfigError, counted
 from cpvt_det.config import flat_items, get_cfg
-from cpvt_det.errors import ConfigError, counted
 from cpvt_det.training.recipe import Choice, DataFacts, MachineFacts, Plan, input_choices, num_queries, query_choices, step_choices
 
 BASE_LR, BACKBONE_LR, NEW_HEAD = 1e-4, 1e-5, 10.0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from cpvt_det.structures import Size
+from cpvt_det.common.structures import Size
 from cpvt_det.visualize.figures import new_grid, save_figure
 from cpvt_det.visualize.position import NamedDetector, added_by
 from cpvt_det.visualize.recording import attention_layers, attention_weights, record_inputs

@@ -22,9 +22,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from cpvt_det.errors import UnknownNameError
+from cpvt_det.common.errors import UnknownNameError
+from cpvt_det.common.memory import peak, reset_peak, resident, trim_heap
 from cpvt_det.layers.attention import DeformableAttention
-from cpvt_det.memory import peak, reset_peak, resident, trim_heap
 from cpvt_det.models.image_model import belongs_to_part
 
 PARTS = {

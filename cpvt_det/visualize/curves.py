@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from tabulate import tabulate
 
-from cpvt_det.errors import DataError
+from cpvt_det.common.errors import DataError
 from cpvt_det.visualize.figures import new_figure, save_figure
 
 if TYPE_CHECKING:

@@ -7,13 +7,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from cpvt_det.boxes import cxcywh_to_xyxy
-from cpvt_det.class_names import Classes
+from cpvt_det.common.boxes import cxcywh_to_xyxy
+from cpvt_det.common.class_names import Classes
+from cpvt_det.common.errors import BadInputError
+from cpvt_det.common.structures import Detections, Targets
 from cpvt_det.data.mapper import Sample
 from cpvt_det.data.records import ImageRecord
-from cpvt_det.errors import BadInputError
 from cpvt_det.models.denoising import ContrastiveDenoising
-from cpvt_det.structures import Detections, Targets
 from cpvt_det.visualize.pictures import draw_panel, save_contact_sheet
 
 COLUMNS = 4

@@ -6,7 +6,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cpvt_det.errors import BadInputError, first_line
+from cpvt_det.common.errors import BadInputError, first_line
 from cpvt_det.visualize.fonts import families
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from torch import Tensor
 
-    from cpvt_det.structures import Size
+    from cpvt_det.common.structures import Size
 
 MARGIN = 0.06  # white border around an image, as a share of its sides, for points outside the image
 

@@ -17,7 +17,7 @@ import torch
 from PIL import Image, ImageDraw
 from torch import Tensor
 
-from cpvt_det.structures import Detections, Size
+from cpvt_det.common.structures import Detections, Size
 from cpvt_det.visualize.fonts import Text, load_font
 
 MIN_SIDE = 384  # pixels: images with a smaller short side are enlarged, so that labels fit in them

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torchvision.transforms.v2 import functional as TF
 
+from cpvt_det.common.structures import Size, level_padding_mask
 from cpvt_det.data.images import read_image
 from cpvt_det.data.listing import find_files
 from cpvt_det.data.shapes.scene import ShapesSpec, draw_image
 from cpvt_det.position.encoding import PositionEncoding
 from cpvt_det.position.peg import PEGDetection
-from cpvt_det.structures import Size, level_padding_mask
 from cpvt_det.visualize.figures import new_grid, save_figure
 
 GROUPS = 8  # number of groups of neighbouring channels

@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cpvt_det.boxes import cxcywh_to_xyxy
-from cpvt_det.class_names import Classes
-from cpvt_det.errors import BadInputError
+from cpvt_det.common.boxes import cxcywh_to_xyxy
+from cpvt_det.common.class_names import Classes
+from cpvt_det.common.errors import BadInputError
+from cpvt_det.common.structures import Levels, Size
 from cpvt_det.layers.attention import Attention, DeformableAttention, Place
 from cpvt_det.losses.classification import Classification
-from cpvt_det.structures import Levels, Size
 
 Point = tuple[float, float]
 LEAST_SCORE = 0.05  # lowest score of a recorded detection; the best one is always recorded

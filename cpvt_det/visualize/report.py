@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from tabulate import tabulate
 
+from cpvt_det.common.files import write_json
+from cpvt_det.common.structures import Detections
 from cpvt_det.data.coco import CocoDataset
 from cpvt_det.data.images import read_image
 from cpvt_det.data.records import ImageRecord
@@ -18,8 +20,6 @@ from cpvt_det.evaluation.coco import format_table
 from cpvt_det.evaluation.matches import IOU, Matches
 from cpvt_det.evaluation.thresholds import Curve, OperatingPoint, pooled_curve
 from cpvt_det.evaluation.top_k import format_accuracies, most_confused, write_confusion
-from cpvt_det.files import write_json
-from cpvt_det.structures import Detections
 from cpvt_det.visualize.figures import new_figure, save_figure
 from cpvt_det.visualize.pictures import draw_comparison, draw_panel, save_contact_sheet
 from cpvt_det.visualize.report_page import write_report_page

@@ -15,12 +15,12 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from cpvt_det.common.files import atomic_file
 from cpvt_det.data.coco import CocoDataset
 from cpvt_det.data.images import read_image
 from cpvt_det.data.records import ImageRecord
 from cpvt_det.evaluation.matches import IGNORED, NOTHING, Matches
 from cpvt_det.evaluation.thresholds import Curve, pooled_curve
-from cpvt_det.files import atomic_file
 from cpvt_det.visualize.page import build_page, embed_image, hex_color
 
 STEPS = 1000

@@ -13,10 +13,10 @@ from fvcore.common.config import CfgNode
 
 import studies.ablations  # noqa: F401, registers encodings
 from cpvt_det.builders import backbone_position, build_backbone, build_encoder_position, is_classifier
+from cpvt_det.common.errors import ConfigError, UnknownNameError, config_errors, first_line
 from cpvt_det.config import SAME_RUN, flat_items, get_cfg, load_cfg, merge_checked, nested
 from cpvt_det.data.shapes.dataset import describe
 from cpvt_det.data.shapes.scene import ShapesSpec
-from cpvt_det.errors import ConfigError, UnknownNameError, config_errors, first_line
 from cpvt_det.training.tasks.task import build_task
 from studies.engine.probes import VERSIONS
 

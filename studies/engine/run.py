@@ -19,10 +19,10 @@ import torch
 
 from benchmarks.origin import describe_origin
 from cpvt_det.checkpoint.trained import Trained, load_trained
+from cpvt_det.common.errors import MapSizeError, RunStoppedError, first_line
+from cpvt_det.common.files import write_json
+from cpvt_det.common.registry import import_inherited
 from cpvt_det.data.shapes.dataset import draw_dataset
-from cpvt_det.errors import MapSizeError, RunStoppedError, first_line
-from cpvt_det.files import write_json
-from cpvt_det.registry import import_inherited
 from cpvt_det.training.callbacks import Callback, TrainingRun
 from cpvt_det.training.evaluate import evaluate
 from cpvt_det.training.setup import describe_environment, stop_log

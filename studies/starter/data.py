@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))  # this f
 from cpvt_det.builders.datasets import check_datasets
 from cpvt_det.cli import report_errors
 from cpvt_det.cli.folder import folder_config
+from cpvt_det.common.errors import BadInputError, DataError
 from cpvt_det.data.images import open_image
-from cpvt_det.errors import BadInputError, DataError
 
 TABLE = Path(__file__).with_suffix(".yaml")
 SHORT_SIDE, MOST, VALIDATED, QUALITY = 320, 700, 0.03, 90

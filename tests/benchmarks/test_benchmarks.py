@@ -21,7 +21,7 @@ from benchmarks.harness import Case, Contender, Plan, Row, Spread, UnequalWorkEr
 from benchmarks.run import main
 from benchmarks.runner import command_of, run_suite
 from benchmarks.suites import Options, op
-from cpvt_det.errors import BadInputError, UnknownNameError
+from cpvt_det.common.errors import BadInputError, UnknownNameError
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.usefixtures("quiet_machine")

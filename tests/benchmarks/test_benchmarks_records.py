@@ -15,7 +15,7 @@ from benchmarks.equal import difference
 from benchmarks.harness import ROUNDS, Contender, Plan, Work, without_failures
 from benchmarks.run import main
 from benchmarks.suites import Options, find_suite, known_suites, op
-from cpvt_det.errors import BadInputError
+from cpvt_det.common.errors import BadInputError
 
 pytestmark = pytest.mark.usefixtures("quiet_machine")
 

@@ -18,7 +18,7 @@ from benchmarks.harness import Plan, UnequalWorkError, assert_equal_work
 from benchmarks.peers import ROOT
 from benchmarks.run import main
 from benchmarks.suites import Options, data, eval, loss
-from cpvt_det.errors import BadInputError
+from cpvt_det.common.errors import BadInputError
 from cpvt_det.evaluation.coco import CocoEvaluator
 
 pytestmark = pytest.mark.usefixtures("quiet_machine")

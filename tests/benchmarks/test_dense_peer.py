@@ -9,9 +9,9 @@ import torch
 from click.testing import CliRunner
 
 from benchmarks import dense_peer
+from cpvt_det.common.structures import Targets
 from cpvt_det.data.shapes.dataset import draw_dataset
 from cpvt_det.models.backbones import ResNetBackbone
-from cpvt_det.structures import Targets
 
 WORDS = "MODEL.BACKBONE.NAME resnet10 MODEL.BACKBONE.WIDTH 8 MODEL.BACKBONE.NORM GN MODEL.BACKBONE.FREEZE_AT 0"
 WORDS += " MODEL.BACKBONE.STAGES (3,4,5) INPUT.RESIZE_CROP.ENABLED False DATALOADER.NUM_WORKERS 0"

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from benchmarks.detectron2_cpvt import losses_of, require_falling
-from cpvt_det.errors import RunStoppedError
+from cpvt_det.common.errors import RunStoppedError
 
 
 def losses(*totals):

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from conftest import ROOT
 
 from benchmarks import graphs
-from cpvt_det import structures
+from cpvt_det.common import structures
 
 MOST_GRAPHS, MOST_READS = 3, 2
 

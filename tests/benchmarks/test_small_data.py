@@ -14,7 +14,7 @@ from PIL import Image
 
 from benchmarks import join_folders, small_data
 from cpvt_det.cli.check_data import check_data
-from cpvt_det.errors import ConfigError
+from cpvt_det.common.errors import ConfigError
 
 SINE = {"MODEL": {"POSITION": {"NAME": "sine_offset"}}}
 FIGURES = {f"bbox/{name}": 10.0 + number for number, name in enumerate(("AP", "AP50", "AP75", "APs", "APm", "APl", "AP-fish"))}

@@ -14,10 +14,10 @@ from torch import nn
 from cpvt_det.builders import DETECTOR_REGISTRY, build_criterion, build_detector, build_encoder_position
 from cpvt_det.checkpoint.initial import load_initial_weights
 from cpvt_det.checkpoint.trained import load_trained
-from cpvt_det.class_names import Classes
 from cpvt_det.cli import main
+from cpvt_det.common.class_names import Classes
+from cpvt_det.common.errors import ConfigError
 from cpvt_det.config import flat_items, get_cfg, load_cfg
-from cpvt_det.errors import ConfigError
 from cpvt_det.losses import CLASSIFICATION_REGISTRY, LOSS_REGISTRY
 from cpvt_det.losses.terms import l1_loss
 from cpvt_det.models import BACKBONE_REGISTRY, QUERY_REGISTRY

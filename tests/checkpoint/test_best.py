@@ -7,7 +7,7 @@ import pytest
 
 from cpvt_det.checkpoint.best import BestSoFar
 from cpvt_det.checkpoint.checkpointer import RunState
-from cpvt_det.class_names import Classes
+from cpvt_det.common.class_names import Classes
 from cpvt_det.evaluation.thresholds import Thresholds
 
 FIGURES = {9: 10.0, 19: 30.0, 29: 20.0, 39: 30.0, 49: 25.0}

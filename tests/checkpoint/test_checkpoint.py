@@ -21,10 +21,10 @@ from cpvt_det.builders import build_detector
 from cpvt_det.checkpoint import convert_state_dict, load_backbone_weights, load_weights, read_weights
 from cpvt_det.checkpoint.convert import CONVERSIONS, detect_source
 from cpvt_det.checkpoint.files import read_checkpoint, state_dict_of, write_checkpoint
-from cpvt_det.class_names import COCO_CLASSES, COCO_ROWS
+from cpvt_det.common.class_names import COCO_CLASSES, COCO_ROWS
+from cpvt_det.common.errors import UnknownNameError, WeightsError
+from cpvt_det.common.files import atomic_file
 from cpvt_det.config import get_cfg
-from cpvt_det.errors import UnknownNameError, WeightsError
-from cpvt_det.files import atomic_file
 from cpvt_det.models import ResNetBackbone
 
 NAMES = ("cat", "dog", "tree")

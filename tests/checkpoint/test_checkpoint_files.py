@@ -24,9 +24,9 @@ from cpvt_det.checkpoint.best import BestSoFar
 from cpvt_det.checkpoint.checkpointer import RunCheckpointer, RunState
 from cpvt_det.checkpoint.files import checksum_of, not_finite, read_checkpoint, write_checkpoint
 from cpvt_det.checkpoint.resume import last_checkpoint, wait_for
-from cpvt_det.class_names import Classes
+from cpvt_det.common.class_names import Classes
+from cpvt_det.common.errors import RunStoppedError, WeightsError
 from cpvt_det.config import changed_keys, get_cfg
-from cpvt_det.errors import RunStoppedError, WeightsError
 
 DATA = {"images": 2, "sha256": "0"}
 WEIGHTS = {"a": torch.arange(600.0), "b": torch.ones(3, dtype=torch.int64)}

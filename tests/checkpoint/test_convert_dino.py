@@ -17,9 +17,9 @@ from cpvt_det.builders import build_detector
 from cpvt_det.checkpoint import convert_state_dict, load_weights, read_weights
 from cpvt_det.checkpoint.convert import detect_source
 from cpvt_det.checkpoint.initial import load_initial_weights
-from cpvt_det.class_names import COCO_CLASSES, COCO_ROWS, Classes
 from cpvt_det.cli import main
-from cpvt_det.errors import WeightsError
+from cpvt_det.common.class_names import COCO_CLASSES, COCO_ROWS, Classes
+from cpvt_det.common.errors import WeightsError
 
 STAGED = {"BOX_REFINEMENT": True, "TWO_STAGE": True}
 DINO = {"NAME": "mixed", "CLASS_PROPOSALS": True, "REFINED_POSITIONS": True, "DENOISING": 3}

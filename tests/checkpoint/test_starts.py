@@ -22,10 +22,10 @@ from cpvt_det.checkpoint.convert import CONVERSIONS
 from cpvt_det.checkpoint.recognise import recognise
 from cpvt_det.checkpoint.starts import Place, find_start, starts
 from cpvt_det.checkpoint.weights import read_weights
-from cpvt_det.class_names import COCO_CLASSES, COCO_ROWS
 from cpvt_det.cli import main
+from cpvt_det.common.class_names import COCO_CLASSES, COCO_ROWS
+from cpvt_det.common.errors import WeightsError
 from cpvt_det.config import flat_items, load_cfg
-from cpvt_det.errors import WeightsError
 from cpvt_det.predict.server import PageServer
 
 SMALL = (

@@ -13,7 +13,7 @@ from torch import nn
 from cpvt_det.builders import build_backbone, build_detector
 from cpvt_det.checkpoint import convert_state_dict, load_backbone_weights, load_weights
 from cpvt_det.checkpoint.convert import detect_source
-from cpvt_det.errors import WeightsError
+from cpvt_det.common.errors import WeightsError
 
 BACKBONE = {"NAME": "deit_tiny", "STAGES": (4,), "NORM": "FrozenBN", "FREEZE_AT": 2, "DEPTH": 2}
 TABLE = {"POSITION__GRID": (3, 3)}

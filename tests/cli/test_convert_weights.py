@@ -10,9 +10,9 @@ from click.testing import CliRunner
 from test_checkpoint import detector, hf_folder, same, to_facebook
 
 from cpvt_det.checkpoint import load_weights
-from cpvt_det.class_names import COCO_ROWS
 from cpvt_det.cli.convert_weights import convert_weights
-from cpvt_det.errors import WeightsError
+from cpvt_det.common.class_names import COCO_ROWS
+from cpvt_det.common.errors import WeightsError
 
 
 def convert(*arguments):

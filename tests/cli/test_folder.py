@@ -17,11 +17,11 @@ from tiny import MODEL, RUN
 
 from cpvt_det.cli import folder as folder_module
 from cpvt_det.cli import main
+from cpvt_det.common.errors import ConfigError
 from cpvt_det.config import config_root, load_cfg
 from cpvt_det.data.coco import read_coco
 from cpvt_det.data.loader import SampleLoader
 from cpvt_det.data.validation.duplicates import near_duplicates
-from cpvt_det.errors import ConfigError
 from cpvt_det.training import choose
 from cpvt_det.training.recipe import Pace
 

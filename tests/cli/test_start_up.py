@@ -11,7 +11,7 @@ import pytest
 from tiny import overrides, save_random
 
 from cpvt_det import builders
-from cpvt_det.memory import quick_imports
+from cpvt_det.common.memory import quick_imports
 from cpvt_det.ops import routes
 
 RUN = """

@@ -11,9 +11,9 @@ from test_runner import assert_same_run, losses_of
 from tiny import DEFORMABLE, DETECTORS, DFINE, DINO, overrides
 
 from cpvt_det import Predictor, builders
+from cpvt_det.common.errors import ConfigError, WeightsError
 from cpvt_det.config import get_cfg as get_core_cfg
 from cpvt_det.config import load_cfg as load_core_cfg
-from cpvt_det.errors import ConfigError, WeightsError
 from cpvt_det.solver.step import TrainingModel
 from cpvt_det.training.evaluate import evaluate
 from cpvt_det.training.tasks.task import build_task

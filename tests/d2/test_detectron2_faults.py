@@ -10,7 +10,7 @@ from faults.drawn import call_on, draw
 from faults.processes import held
 from tiny import overrides
 
-from cpvt_det.errors import ConfigError
+from cpvt_det.common.errors import ConfigError
 from cpvt_det.training.guard import RunGuard
 
 pytestmark = pytest.mark.detectron2

@@ -12,8 +12,8 @@ from conftest import ROOT
 from tiny import SMALL_WORDS, overrides
 
 from cpvt_det import builders
+from cpvt_det.common.errors import ConfigError
 from cpvt_det.config import config_root, get_cfg
-from cpvt_det.errors import ConfigError
 
 pytestmark = pytest.mark.detectron2
 
@@ -269,8 +269,8 @@ def test_our_script_runs_with_the_variable_set(drawn_coco, tmp_path):
 def test_backbone_weights_are_loaded_without_a_trainer_of_ours(tmp_path):
     from detectron2.modeling import build_model
 
+    from cpvt_det.common.errors import BadInputError
     from cpvt_det.d2.config import load_cfg
-    from cpvt_det.errors import BadInputError
     from cpvt_det.models import ResNetBackbone
 
     other = ResNetBackbone("resnet18", norm="BN").body.state_dict()

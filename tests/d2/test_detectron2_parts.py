@@ -12,7 +12,7 @@ import torch
 from tiny import SMALL_WORDS, overrides
 
 from cpvt_det import builders
-from cpvt_det.errors import ConfigError
+from cpvt_det.common.errors import ConfigError
 from cpvt_det.position.encoding import POSITION_REGISTRY
 
 pytestmark = pytest.mark.detectron2
@@ -298,8 +298,8 @@ def test_a_registered_name_of_other_files_is_refused(drawn_coco, tmp_path):
 def test_a_label_beyond_the_classes_is_refused():
     from detectron2.structures import Boxes, Instances
 
+    from cpvt_det.common.errors import DataError
     from cpvt_det.d2.meta_arch import _to_targets
-    from cpvt_det.errors import DataError
 
     truth = Instances((40, 60), gt_boxes=Boxes(torch.tensor([[6.0, 4.0, 30.0, 24.0]])), gt_classes=torch.tensor([3]))
     with pytest.raises(DataError, match=r"a\.jpg \(id 5\) has an object of class 3, but the model has 3 classes"):

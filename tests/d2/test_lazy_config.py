@@ -11,8 +11,8 @@ import torch
 from conftest import ROOT
 
 from cpvt_det import builders
+from cpvt_det.common.errors import ConfigError
 from cpvt_det.config import config_root
-from cpvt_det.errors import ConfigError
 from cpvt_det.solver.schedule import LRSchedule
 
 pytestmark = pytest.mark.detectron2

@@ -6,9 +6,9 @@ import copy
 import pytest
 import torch
 
-from cpvt_det.errors import ConfigError
+from cpvt_det.common.errors import ConfigError
+from cpvt_det.common.structures import PaddedBatch
 from cpvt_det.models import DETR
-from cpvt_det.structures import PaddedBatch
 
 pytestmark = pytest.mark.detectron2
 

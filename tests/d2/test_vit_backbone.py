@@ -5,7 +5,7 @@ import pytest
 import torch
 from conftest import ROOT
 
-from cpvt_det.errors import ConfigError, WeightsError
+from cpvt_det.common.errors import ConfigError, WeightsError
 
 pytestmark = pytest.mark.detectron2
 SMALL = ["MODEL.BACKBONE.EMBED_DIM", 16, "MODEL.BACKBONE.DEPTH", 2, "MODEL.BACKBONE.NUM_HEADS", 2, "MODEL.FPN.OUT_CHANNELS", 32]
@@ -73,7 +73,7 @@ def test_an_image_s_maps_are_the_same_alone_and_in_a_batch(words):
 
 
 def test_borders_of_zeros_are_padding_and_zeros_inside_are_not():
-    from cpvt_det.d2.our_backbones import zero_borders
+    from cpvt_det.d2.backbones import zero_borders
 
     images = torch.zeros(3, 3, 4, 6)
     images[0, 1, 2, 3] = 1.0

@@ -16,16 +16,16 @@ from test_loader import assert_same_batches
 from tiny import coco_dict, overrides
 from torch import Tensor
 
-from cpvt_det.boxes import cxcywh_to_xyxy
 from cpvt_det.builders import build_train_loader, load_splits, training_records
 from cpvt_det.builders.augmentation import build_augmentations
+from cpvt_det.common.boxes import cxcywh_to_xyxy
+from cpvt_det.common.errors import ConfigError, DeadWorkerError
 from cpvt_det.config import get_cfg, load_cfg
 from cpvt_det.data.augmentation import AUGMENTATION_REGISTRY, single
 from cpvt_det.data.augmentation.step import as_scene, clip_to_visible
 from cpvt_det.data.loader import dead_workers_named
 from cpvt_det.data.mapper import Mapper, train_transform
 from cpvt_det.data.records import ImageRecord
-from cpvt_det.errors import ConfigError, DeadWorkerError
 from cpvt_det.training.tasks.task import build_task
 
 COLOURS = torch.tensor([(255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 0), (255, 0, 255), (0, 255, 255)])
@@ -338,9 +338,9 @@ def test_two_processes_share_the_batches_of_one(augmented_cfg, monkeypatch):
     augmented_cfg.SOLVER.IMS_PER_BATCH = 4
     whole, shares = list(islice(loader_of(augmented_cfg), 3)), []
     records = training_records(augmented_cfg, load_splits(augmented_cfg)[0])
-    monkeypatch.setattr("cpvt_det.distributed.world_size", lambda: 2)
+    monkeypatch.setattr("cpvt_det.common.distributed.world_size", lambda: 2)
     for rank in range(2):
-        monkeypatch.setattr("cpvt_det.distributed.rank", functools.partial(int, rank))
+        monkeypatch.setattr("cpvt_det.common.distributed.rank", functools.partial(int, rank))
         shares.append(list(islice(build_train_loader(augmented_cfg, records, seed=3), 3)))
     assert_same_batches(whole, [first + second for first, second in zip(*shares, strict=True)])
 

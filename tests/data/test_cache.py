@@ -14,12 +14,12 @@ import pytest
 from PIL import Image
 from test_columns import all_of, messy, write
 
+from cpvt_det.common.errors import DataError
 from cpvt_det.data import cache, coco
 from cpvt_det.data.catalog import DatasetFiles
 from cpvt_det.data.coco import read_coco
 from cpvt_det.data.formats.format import FORMAT_REGISTRY, register_format
 from cpvt_det.data.table import load_table
-from cpvt_det.errors import DataError
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from cpvt_det.common.structures import Targets
 from cpvt_det.data.collate import Packed, pack, shared_memory
-from cpvt_det.structures import Targets
 
 
 def assert_same(first, second):

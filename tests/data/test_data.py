@@ -13,16 +13,16 @@ from PIL import Image
 from tiny import coco_dict
 
 from cpvt_det.builders import load_splits, load_tests, set_classes, training_records
-from cpvt_det.class_names import require_same_classes
+from cpvt_det.common.class_names import require_same_classes
+from cpvt_det.common.errors import ConfigError, DataError, UnknownNameError
+from cpvt_det.common.structures import Detections
 from cpvt_det.data import annotations
 from cpvt_det.data.catalog import DatasetFiles, builtin_datasets, find_datasets
 from cpvt_det.data.coco import load_coco
 from cpvt_det.data.mapper import Mapper, train_transform
 from cpvt_det.data.records import ImageRecord
 from cpvt_det.data.validation.rules import CLIPPED, OUTSIDE, WITHOUT_AREA
-from cpvt_det.errors import ConfigError, DataError, UnknownNameError
 from cpvt_det.evaluation.coco import CocoEvaluator
-from cpvt_det.structures import Detections
 
 ONE_IMAGE = {
     "images": [{"id": 1, "file_name": "a.png", "height": 10, "width": 20}],

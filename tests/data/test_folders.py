@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from PIL import Image
 
 from cpvt_det.cli import main
+from cpvt_det.common.errors import DataError, UnknownNameError
 from cpvt_det.data import read_folder
 from cpvt_det.data.catalog import find_datasets
 from cpvt_det.data.coco import load_coco
@@ -21,7 +22,6 @@ from cpvt_det.data.folders.layouts import find_layout
 from cpvt_det.data.folders.prepare import count_classes, name_datasets, refuse_overlap
 from cpvt_det.data.formats.format import FORMAT_REGISTRY, register_format
 from cpvt_det.data.listing import Listing, split_named
-from cpvt_det.errors import DataError, UnknownNameError
 
 NAMES = ["cat", "dog"]
 SIZE = (40, 60)  # height, width

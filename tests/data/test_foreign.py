@@ -14,9 +14,9 @@ from PIL import Image
 from tiny import coco_dict, overrides
 
 from cpvt_det.cli import main
+from cpvt_det.common.errors import ConfigError, DataError
 from cpvt_det.data.catalog import DatasetFiles, registered_datasets
 from cpvt_det.data.coco import load_coco, read_coco
-from cpvt_det.errors import ConfigError, DataError
 
 NAMES = {3: "cell", 17: "disc", 90: "ring"}
 INSIDE = [entry for entry in OBJECTS if not entry[3] and entry[2] not in ([3, 3, 0, 10], [100, 5, 10, 10], [80, -4, 20, 20])]

@@ -9,11 +9,11 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from cpvt_det.boxes import cxcywh_to_xyxy
+from cpvt_det.common.boxes import cxcywh_to_xyxy
+from cpvt_det.common.errors import ConfigError, DataError
 from cpvt_det.data.images import read_header, read_image, read_pillow
 from cpvt_det.data.mapper import Mapper, RandomShortSide, train_transform
 from cpvt_det.data.records import ImageRecord
-from cpvt_det.errors import ConfigError, DataError
 
 # Reading images
 

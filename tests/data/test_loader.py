@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 
 from cpvt_det.builders import build_test_loader, build_train_loader, load_splits, training_records
 from cpvt_det.checkpoint.files import write_checkpoint
+from cpvt_det.common.errors import ConfigError, DeadWorkerError, RunStoppedError
+from cpvt_det.common.structures import PaddedBatch
 from cpvt_det.data import loader
 from cpvt_det.data.coco import load_coco
 from cpvt_det.data.loader import MappedDataset, SampleLoader, TrainBatches, dead_workers_named, evaluation_loader
 from cpvt_det.data.mapper import Mapper, RandomShortSide, train_transform
-from cpvt_det.errors import ConfigError, DeadWorkerError, RunStoppedError
-from cpvt_det.structures import PaddedBatch
 
 evaluation_loader.__test__ = False  # no test, whatever pytest thinks of its name
 

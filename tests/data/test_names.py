@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from cpvt_det.common.errors import DataError
 from cpvt_det.data.listing import IMAGES, Listing, find_files, readable
 from cpvt_det.data.names import FORMS, Names
 from cpvt_det.data.text import decode, ends_of, numbered_lines, read_xml
 from cpvt_det.data.validation.rules import FAULT
-from cpvt_det.errors import DataError
 
 
 def names_of(folder: Path, *images: str) -> Names:

@@ -12,10 +12,10 @@ from PIL import Image, ImageDraw
 from pycocotools.coco import COCO
 
 from cpvt_det.cli.shapes import shapes as shapes_command
+from cpvt_det.common.errors import ConfigError, DataError
 from cpvt_det.data.shapes import dataset as shapes
 from cpvt_det.data.shapes.dataset import draw_dataset
 from cpvt_det.data.shapes.scene import CLASS_NAMES, GLYPHS, ShapesSpec, draw_image, paint_scene, plan_scene
-from cpvt_det.errors import ConfigError, DataError
 
 SPEC = ShapesSpec()
 

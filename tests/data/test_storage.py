@@ -23,6 +23,7 @@ from tiny import overrides
 from cpvt_det.builders import build_train_loader, load_splits, training_records
 from cpvt_det.builders.data import _look_together
 from cpvt_det.cli.pack import write_shards
+from cpvt_det.common.errors import DataError, MissingFileError, UnreachableError
 from cpvt_det.config import load_cfg
 from cpvt_det.data import cache, shards
 from cpvt_det.data.catalog import DatasetFiles
@@ -32,7 +33,6 @@ from cpvt_det.data.shards import ARRAYS, INDEX, expand, index_shards, open_shard
 from cpvt_det.data.storage import Patience
 from cpvt_det.data.validation import check
 from cpvt_det.data.validation.issues import Issues, Looked
-from cpvt_det.errors import DataError, MissingFileError, UnreachableError
 
 
 @pytest.fixture
@@ -309,8 +309,8 @@ def test_tar_files_that_are_open_are_not_taken_for_a_folder_again(packed, monkey
 def test_every_process_opens_the_index_before_its_workers_do(drawn_coco, packed, tmp_path, monkeypatch):
     """One that looks at no image too, as an earlier run has looked at all."""
     files = DatasetFiles("drawn", drawn_coco.files.annotations, Path(pattern_of(packed)))
-    monkeypatch.setattr("cpvt_det.distributed.rank", lambda: 1)
-    monkeypatch.setattr("cpvt_det.distributed.broadcast_object", lambda value: Looked(Issues()))
+    monkeypatch.setattr("cpvt_det.common.distributed.rank", lambda: 1)
+    monkeypatch.setattr("cpvt_det.common.distributed.broadcast_object", lambda value: Looked(Issues()))
     _look_together(load_cfg("", words(files.annotations, files.image_root, tmp_path)), read_coco(files).records, False, 20)
     assert pattern_of(packed) in shards._OPENED
 

@@ -14,7 +14,7 @@ from PIL import Image
 from test_augmentation import extent, paint, steps_of
 from tiny import overrides
 
-from cpvt_det import registry
+from cpvt_det.common import registry
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")

@@ -14,10 +14,10 @@ import torch
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-from cpvt_det.errors import UnknownNameError
+from cpvt_det.common.errors import UnknownNameError
+from cpvt_det.common.files import write_json
+from cpvt_det.common.structures import Detections
 from cpvt_det.evaluation.coco import BACKENDS, CocoEvaluator, format_table, write_results
-from cpvt_det.files import write_json
-from cpvt_det.structures import Detections
 
 CLASS_IDS = [7, 3, 90]  # neither dense nor sorted
 CLASS_NAMES = ["cat", "dog", "toothbrush"]
@@ -320,9 +320,9 @@ def test_classes_divided_among_processes_give_what_one_process_gives(make, proce
         numbers = range(len(evaluator.class_ids))
         return [own, *(others._match_classes(numbers[part::processes], shares[0][part]) for part in range(1, processes))]
 
-    monkeypatch.setattr("cpvt_det.distributed.world_size", lambda: processes)
-    monkeypatch.setattr("cpvt_det.distributed.scatter_from_first", lambda values: shares.append(values) or values[0])
-    monkeypatch.setattr("cpvt_det.distributed.gather_to_first", gather)
+    monkeypatch.setattr("cpvt_det.common.distributed.world_size", lambda: processes)
+    monkeypatch.setattr("cpvt_det.common.distributed.scatter_from_first", lambda values: shares.append(values) or values[0])
+    monkeypatch.setattr("cpvt_det.common.distributed.gather_to_first", gather)
     assert evaluator.evaluate_together()["bbox"] == pytest.approx(evaluator.evaluate()["bbox"], abs=0, rel=0, nan_ok=True)
     assert sum(len(share[1]) for share in shares[0]) == len(evaluator.coco_results())
 

@@ -13,11 +13,11 @@ from tiny import overrides
 
 from cpvt_det import Predictor
 from cpvt_det.cli import main
+from cpvt_det.common.errors import ConfigError, UnknownNameError
+from cpvt_det.common.structures import Detections
 from cpvt_det.config import load_cfg
 from cpvt_det.data.images import read_image
-from cpvt_det.errors import ConfigError, UnknownNameError
 from cpvt_det.evaluation.tiles import Tiling, Window, merge_windows
-from cpvt_det.structures import Detections
 from cpvt_det.training.train import run
 
 # Where images are cut

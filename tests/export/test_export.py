@@ -18,13 +18,13 @@ from cpvt_det import builders
 from cpvt_det.checkpoint.exported import open_program
 from cpvt_det.checkpoint.files import write_checkpoint
 from cpvt_det.cli import main
-from cpvt_det.errors import BadInputError, RunStoppedError
+from cpvt_det.common.errors import BadInputError, RunStoppedError
+from cpvt_det.common.structures import Detections
 from cpvt_det.export import check, program, programs
 from cpvt_det.export.program import Canvas, ExportModule, foreign_operators, prepare, trace
 from cpvt_det.layers.norm import MaskedBatchNorm2d, MaskedGroupNorm, NoNorm
 from cpvt_det.models.hybrid_encoder import RepVGGBlock
 from cpvt_det.position.peg import PEGDetection
-from cpvt_det.structures import Detections
 
 pytestmark = pytest.mark.usefixtures("shared_exports")
 ROOT = Path(__file__).resolve().parents[2]

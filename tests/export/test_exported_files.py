@@ -20,10 +20,10 @@ from cpvt_det import Predictor
 from cpvt_det.checkpoint import exported
 from cpvt_det.checkpoint.exported import EXPORTED, ExportedModel, Program, load_for_evaluation, open_program
 from cpvt_det.checkpoint.trained import load_trained
-from cpvt_det.class_names import Classes
 from cpvt_det.cli import main
+from cpvt_det.common.class_names import Classes
+from cpvt_det.common.errors import BadInputError, ConfigError, DataError, MapSizeError, RunStoppedError, WeightsError
 from cpvt_det.config import load_cfg
-from cpvt_det.errors import BadInputError, ConfigError, DataError, MapSizeError, RunStoppedError, WeightsError
 from cpvt_det.evaluation.answers import classify
 from cpvt_det.export import quantize
 from cpvt_det.training.tasks.task import build_task

@@ -9,6 +9,7 @@ from tiny import random_config
 from torch import nn
 
 from cpvt_det.builders import build_detector
+from cpvt_det.common.structures import Levels, padding_mask_of
 from cpvt_det.fast import FASTER, accelerate
 from cpvt_det.layers.attention import Attention, DeformableAttention
 from cpvt_det.models.backbones.resnet import ResNetBackbone
@@ -24,7 +25,6 @@ from cpvt_det.models.encoder import Encoder, EncoderLayer
 from cpvt_det.models.necks import ProjectionNeck
 from cpvt_det.ops import routes
 from cpvt_det.position import build_position
-from cpvt_det.structures import Levels, padding_mask_of
 
 C, HEADS = 32, 4
 SHAPES, SIZES = [(12, 17), (6, 9)], [[(12, 9), (6, 5)], [(5, 17), (3, 9)], [(12, 17), (6, 9)]]

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from cpvt_det.common.structures import Levels, padding_mask_of
 from cpvt_det.fast import accelerate
 from cpvt_det.fast.layers import FastDeformableEncoderLayer, FastEncoderLayer
 from cpvt_det.fast.packing import Packing
@@ -13,7 +14,6 @@ from cpvt_det.models.deformable_detr import DeformableEncoder
 from cpvt_det.models.encoder import Encoder
 from cpvt_det.ops import routes
 from cpvt_det.position import PositionEncoding, build_position
-from cpvt_det.structures import Levels, padding_mask_of
 
 C, HEADS, LAYERS = 16, 2, 3
 SHAPES = [(6, 7), (3, 4)]

@@ -46,7 +46,7 @@ CASES = [
         train("RandomRotate"),
         "unknown augmentation 'RandomRotate' (did you mean 'RandomRotation'?); known: CenterCrop, ",
         guard=Cut(
-            "registry.py",
+            "common/registry.py",
             "        if name not in self:\n            raise UnknownName",
             "        if False:\n            raise UnknownName",
         ),
@@ -55,7 +55,7 @@ CASES = [
         "an unknown option of an augmentation",
         train(["RandomRotation", {"angle": 10}]),
         "unknown option of augmentation 'RandomRotation' 'angle'; known: center, degrees, expand, fill, interpolation",
-        guard=Cut("registry.py", "            if option not in accepted:", "            if False:"),
+        guard=Cut("common/registry.py", "            if option not in accepted:", "            if False:"),
     ),
     Case(
         "an option without which an augmentation cannot be",

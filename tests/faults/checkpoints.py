@@ -381,6 +381,6 @@ CASES = [
         "OUTPUT_DIR that is a file",
         file_in_the_way,
         "cannot write to OUTPUT_DIR ...: ...; set another OUTPUT_DIR",
-        guard=Cut("errors.py", "except OSError as error:", "except ZeroDivisionError as error:"),
+        guard=Cut("common/errors.py", "except OSError as error:", "except ZeroDivisionError as error:"),
     ),
 ]

@@ -89,7 +89,7 @@ def break_all(drawn: Drawn) -> None:
         drawn.path(image_id).write_bytes(b"")
 
 
-NAMES = Cut("class_names.py", "if first.names == second.names:", "if True:")
+NAMES = Cut("common/class_names.py", "if first.names == second.names:", "if True:")
 NUMBER = Cut("builders/datasets.py", "if cfg.MODEL.NUM_CLASSES not in (0, len(classes)):", "if False:")
 
 CASES = [
@@ -98,7 +98,7 @@ CASES = [
         check(second_set(other_ids)),
         "other: 4 images",
         0,
-        guard=Cut("class_names.py", "if first.names == second.names:", "if first == second:"),
+        guard=Cut("common/class_names.py", "if first.names == second.names:", "if first == second:"),
     ),
     Case(
         "a class of another name in the set to evaluate on",
@@ -110,7 +110,7 @@ CASES = [
         "classes in another order",
         check(second_set(swap)),
         "drawn and other have different classes (2 and 2; order)",
-        guard=Cut("class_names.py", "if first.names == second.names:", "if set(first.names) == set(second.names):"),
+        guard=Cut("common/class_names.py", "if first.names == second.names:", "if set(first.names) == set(second.names):"),
     ),
     Case(
         "a class less in the set to evaluate on",

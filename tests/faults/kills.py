@@ -21,7 +21,7 @@ from nodes import wait_for
 from cpvt_det.checkpoint.checkpointer import RunCheckpointer, RunState
 from cpvt_det.checkpoint.files import read_checkpoint
 from cpvt_det.checkpoint.resume import checkpoints_of, last_checkpoint
-from cpvt_det.class_names import Classes
+from cpvt_det.common.class_names import Classes
 from faults.records import keep
 
 NUMBERS = 2_000_000  # in the checkpoint, 8 MB

@@ -19,10 +19,10 @@ from pycocotools.cocoeval import COCOeval
 from tiny import DEFORMABLE, coco_dict
 from torch import Tensor
 
+from cpvt_det.common.structures import Detections
 from cpvt_det.data.coco import load_coco
 from cpvt_det.evaluation.coco import BACKENDS, CocoEvaluator, format_table
 from cpvt_det.predict import Predictor
-from cpvt_det.structures import Detections
 from cpvt_det.training.tasks.detection import DetectionTask
 from faults.case import Case, Cut, Ending
 from faults.drawn import Drawn, call_on, draw

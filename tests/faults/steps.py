@@ -32,7 +32,7 @@ def little_memory(available: int) -> Callable[[Path], Ending]:
     """Train where that many bytes are available."""
 
     def act(folder: Path) -> Ending:
-        with mock.patch("cpvt_det.memory.available", return_value=available):
+        with mock.patch("cpvt_det.common.memory.available", return_value=available):
             return train()(folder)
 
     return act

@@ -10,9 +10,9 @@ from tiny import DETECTORS, MODEL
 from torch import nn
 
 from cpvt_det.builders import build_detector
+from cpvt_det.common.structures import PaddedBatch
 from cpvt_det.config import load_cfg
 from cpvt_det.layers.checkpointing import recomputed
-from cpvt_det.structures import PaddedBatch
 
 
 def make_pair(name: str, norm: str = "BN") -> list[nn.Module]:

@@ -14,15 +14,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.ops import generalized_box_iou, sigmoid_focal_loss
 
-from cpvt_det import defaults, distributed
-from cpvt_det.boxes import cxcywh_to_xyxy, generalized_iou, pairwise_generalized_iou
 from cpvt_det.builders import build_criterion
+from cpvt_det.common import defaults, distributed
+from cpvt_det.common.boxes import cxcywh_to_xyxy, generalized_iou, pairwise_generalized_iou
+from cpvt_det.common.errors import ConfigError, UnknownNameError
+from cpvt_det.common.structures import Predictions, Targets
 from cpvt_det.config import get_cfg
-from cpvt_det.errors import ConfigError, UnknownNameError
 from cpvt_det.losses import FocalClassification, HungarianMatcher, SetCriterion, SoftmaxClassification, make_classification
 from cpvt_det.losses.classification import softplus
 from cpvt_det.losses.matcher import PaddedTargets
-from cpvt_det.structures import Predictions, Targets
 
 K, D, B, Q = 3, 2, 4, 5
 COUNTS = [2, 0, 3, 1]  # objects of the images; the second has none

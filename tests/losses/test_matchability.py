@@ -9,10 +9,11 @@ import torch
 from test_losses import COUNTS, WEIGHTS, B, D, K, Q, make_batch, make_criterion, slow_giou, slow_matching
 from torch import nn
 
-from cpvt_det.boxes import cxcywh_to_xyxy, intersection_over_union
 from cpvt_det.builders import build_criterion, build_detector
+from cpvt_det.common.boxes import cxcywh_to_xyxy, intersection_over_union
+from cpvt_det.common.errors import ConfigError
+from cpvt_det.common.structures import Predictions, Targets
 from cpvt_det.config import get_cfg
-from cpvt_det.errors import ConfigError
 from cpvt_det.losses import (
     AlignClassification,
     FocalClassification,
@@ -23,7 +24,6 @@ from cpvt_det.losses import (
     make_classification,
 )
 from cpvt_det.losses.matcher import PaddedTargets
-from cpvt_det.structures import Predictions, Targets
 
 GAMMA = 1.5
 

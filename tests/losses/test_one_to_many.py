@@ -13,12 +13,12 @@ from tiny import DEFORMABLE as TINY
 from tiny import random_config
 from torchvision.ops import box_iou, sigmoid_focal_loss
 
-from cpvt_det.boxes import cxcywh_to_xyxy
 from cpvt_det.builders import build_criterion, build_detector
-from cpvt_det.errors import ConfigError
+from cpvt_det.common.boxes import cxcywh_to_xyxy
+from cpvt_det.common.errors import ConfigError
+from cpvt_det.common.structures import Predictions, Targets
 from cpvt_det.losses import FocalClassification, HungarianMatcher, OneToManyMatcher, SetCriterion
 from cpvt_det.losses.matcher import PaddedTargets
-from cpvt_det.structures import Predictions, Targets
 
 MIXED = {**DEFORMABLE, "DETECTOR__BOX_REFINEMENT": True, "DETECTOR__MIXED_SUPERVISION": True, "DETR__DROPOUT": 0.0}
 MIXED["POSITION__NAME"] = "sine"

@@ -9,8 +9,8 @@ import torch
 from test_losses import B, D, K, Q, make_batch, make_criterion
 
 from cpvt_det.builders import build_criterion, build_detector
+from cpvt_det.common.errors import ConfigError
 from cpvt_det.config import get_cfg
-from cpvt_det.errors import ConfigError
 from cpvt_det.losses import AlignClassification, VarifocalClassification
 from cpvt_det.losses.matcher import PaddedTargets
 

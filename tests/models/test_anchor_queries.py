@@ -13,7 +13,7 @@ from tiny import DEFORMABLE as TINY
 from tiny import random_config
 
 from cpvt_det.builders import build_detector
-from cpvt_det.errors import ConfigError
+from cpvt_det.common.errors import ConfigError
 from cpvt_det.models import AnchorQueries
 
 ANCHORS = {**DEFORMABLE, "DETECTOR__BOX_REFINEMENT": True, "QUERIES__NAME": "anchors"}

@@ -10,10 +10,10 @@ import torchvision
 from test_models import small_cfg
 
 from cpvt_det.builders import build_backbone, build_detector
-from cpvt_det.errors import ConfigError, UnknownNameError
+from cpvt_det.common.errors import ConfigError, UnknownNameError
+from cpvt_det.common.structures import padding_mask_of
 from cpvt_det.fast import accelerate, resnet
 from cpvt_det.models import ResNetBackbone
-from cpvt_det.structures import padding_mask_of
 
 
 class NarrowResNet(torchvision.models.ResNet):

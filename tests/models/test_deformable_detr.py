@@ -12,16 +12,16 @@ from tiny import ADDED_OR_INJECTED
 from torch import nn
 from torchvision.ops import box_iou
 
-from cpvt_det.boxes import cxcywh_to_xyxy, inverse_sigmoid
 from cpvt_det.builders import build_criterion, build_detector, build_optimizer
-from cpvt_det.errors import ConfigError
+from cpvt_det.common.boxes import cxcywh_to_xyxy, inverse_sigmoid
+from cpvt_det.common.errors import ConfigError
+from cpvt_det.common.structures import Levels, PaddedBatch, Predictions, Targets, padding_mask_of
 from cpvt_det.layers.attention import DeformableAttention
 from cpvt_det.layers.norm import MaskedGroupNorm
 from cpvt_det.losses import FocalClassification, HungarianMatcher, SetCriterion
 from cpvt_det.models import DeformableDETR, DeformableTransformer, ResNetBackbone
 from cpvt_det.models.queries import PADDED_LOGIT, ProposedQueries
 from cpvt_det.position.encoding import build_position
-from cpvt_det.structures import Levels, PaddedBatch, Predictions, Targets, padding_mask_of
 
 DEFORMABLE = {"META_ARCHITECTURE": "CPVTDeformableDetr", "CRITERION__CLASSIFICATION__NAME": "focal", "DETR__NUM_OBJECT_QUERIES": 6}
 VARIANTS = {

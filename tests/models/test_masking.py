@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from cpvt_det.common.structures import padding_mask_of
 from cpvt_det.layers.norm import MaskedGroupNorm
 from cpvt_det.models.backbones import masking
 from cpvt_det.models.backbones.masking import (
@@ -21,7 +22,6 @@ from cpvt_det.models.backbones.masking import (
     treat,
     unsettle,
 )
-from cpvt_det.structures import padding_mask_of
 
 DIVISOR = 16
 

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from cpvt_det.builders import DETECTOR_REGISTRY, build_detector
+from cpvt_det.common.errors import ConfigError, UnknownNameError
+from cpvt_det.common.structures import PaddedBatch
 from cpvt_det.config import get_cfg, merge_overrides
-from cpvt_det.errors import ConfigError, UnknownNameError
 from cpvt_det.models import ResNetBackbone
 from cpvt_det.models.detector import Memory
 from cpvt_det.models.detr import DecoderLayer
 from cpvt_det.models.encoder import EncoderLayer
-from cpvt_det.structures import PaddedBatch
 
 DETECTORS = [name for name, _ in DETECTOR_REGISTRY]
 ENCODED = [({"detr": "CPVTDetr", "deformable": "CPVTDeformableDetr"}[kind], position) for kind, position in tiny.ENCODED]

@@ -8,7 +8,8 @@ import torch
 from tiny import DFINE, RTDETR, random_config
 
 from cpvt_det.builders import build_criterion, build_detector
-from cpvt_det.errors import ConfigError, UnknownNameError
+from cpvt_det.common.errors import ConfigError, UnknownNameError
+from cpvt_det.common.structures import BoxDistributions, PaddedBatch, Predictions, Targets
 from cpvt_det.layers.attention import DeformableAttention
 from cpvt_det.layers.norm import MaskedBatchNorm2d, MaskedGroupNorm
 from cpvt_det.losses.distributions import fine_grained_localization
@@ -19,7 +20,6 @@ from cpvt_det.models.distribution_decoder import DistributionDecoder
 from cpvt_det.models.encoder import Encoder
 from cpvt_det.models.hybrid_encoder import ConvNorm, NormedNeck, RepVGGBlock
 from cpvt_det.position import build_position
-from cpvt_det.structures import BoxDistributions, PaddedBatch, Predictions, Targets
 
 KINDS = {"dfine": DFINE, "rtdetr": RTDETR, "dfine, resnet18d": {**DFINE, "MODEL__BACKBONE__NAME": "resnet18d"}}
 POSITIONS = ("none", "sine", "sine_grid", "sine_scrambled", "peg", "sine_grid+peg", "peg_ffn", "rope", "relative")

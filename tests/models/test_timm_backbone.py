@@ -17,14 +17,14 @@ from torch import nn
 from cpvt_det.builders import build_backbone, build_criterion, build_detector
 from cpvt_det.checkpoint.initial import load_initial_weights
 from cpvt_det.checkpoint.load import load_backbone_weights
-from cpvt_det.class_names import Classes
-from cpvt_det.errors import ConfigError, UnknownNameError, WeightsError
+from cpvt_det.common.class_names import Classes
+from cpvt_det.common.errors import ConfigError, UnknownNameError, WeightsError
+from cpvt_det.common.structures import PaddedBatch, Targets
 from cpvt_det.models import BACKBONE_REGISTRY
 from cpvt_det.models.backbones import masking, packaged
 from cpvt_det.models.backbones import timm as own
 from cpvt_det.models.backbones.timm import TimmBackbone
 from cpvt_det.models.backbones.timm_networks import fix_padding
-from cpvt_det.structures import PaddedBatch, Targets
 
 timm = pytest.importorskip("timm")
 from timm.models import vgg  # noqa: E402

@@ -9,9 +9,9 @@ from test_models import alone_and_together, build, draw_images, small_cfg, unlik
 
 from cpvt_det.builders import build_backbone, build_detector
 from cpvt_det.checkpoint.load import load_backbone_weights
-from cpvt_det.errors import ConfigError, UnknownNameError, WeightsError
+from cpvt_det.common.errors import ConfigError, UnknownNameError, WeightsError
+from cpvt_det.common.structures import PaddedBatch
 from cpvt_det.models.backbones import TimmTransformer
-from cpvt_det.structures import PaddedBatch
 
 timm = pytest.importorskip("timm")
 

@@ -12,14 +12,14 @@ from tiny import DEFORMABLE as TINY
 from tiny import DINO, random_config
 from torchvision.ops import sigmoid_focal_loss
 
-from cpvt_det.boxes import cxcywh_to_xyxy
 from cpvt_det.builders import build_criterion, build_detector
-from cpvt_det.errors import ConfigError
+from cpvt_det.common.boxes import cxcywh_to_xyxy
+from cpvt_det.common.errors import ConfigError
+from cpvt_det.common.structures import PaddedBatch, Predictions, Targets
 from cpvt_det.losses import FocalClassification, HungarianMatcher, SetCriterion
 from cpvt_det.models.denoising import ContrastiveDenoising
 from cpvt_det.models.mixed_queries import MixedQueries
 from cpvt_det.models.queries import ProposedQueries, Queries
-from cpvt_det.structures import PaddedBatch, Predictions, Targets
 
 SIZES = [(70, 45), (33, 90), (50, 64)]
 WANTED = torch.tensor([[0.4, 0.5, 0.3, 0.4], [0.6, 0.5, 0.2, 0.5], [0.3, 0.3, 0.1, 0.2]])

@@ -10,12 +10,12 @@ from tiny import DEFORMABLE, random_config
 from torch import nn
 
 from cpvt_det.builders import build_backbone, build_detector, build_optimizer
-from cpvt_det.errors import ConfigError
+from cpvt_det.common.errors import ConfigError
+from cpvt_det.common.structures import PaddedBatch
 from cpvt_det.models import BACKBONE_REGISTRY
 from cpvt_det.models.backbones.vit import vision_transformer
 from cpvt_det.models.backbones.vit_weights import convert_deit
 from cpvt_det.position import POSITION_REGISTRY, PEGDetection
-from cpvt_det.structures import PaddedBatch
 
 SMALL = {"MODEL__BACKBONE__EMBED_DIM": 16, "MODEL__BACKBONE__DEPTH": 3, "MODEL__BACKBONE__NUM_HEADS": 2}
 VIT = {"MODEL__BACKBONE__NAME": "cpvt_tiny", "MODEL__BACKBONE__STAGES": (4,), "MODEL__BACKBONE__NORM": "FrozenBN"}

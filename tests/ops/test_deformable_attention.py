@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.export import Dim
 
-from cpvt_det.errors import UnknownNameError
+from cpvt_det.common.errors import UnknownNameError
 from cpvt_det.ops import deformable_attention as module
 from cpvt_det.ops import deformable_numba as numba_kernels
 from cpvt_det.ops import numba_threads as kernels

@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from cpvt_det.errors import ConfigError
+from cpvt_det.common.errors import ConfigError
 from cpvt_det.fast.resnet import FastResNetBackbone
 from cpvt_det.ops import deformable_attention, routes
 

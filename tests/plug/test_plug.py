@@ -15,7 +15,7 @@ from plug_matrix.examples import EXAMPLES
 from plug_matrix.table import main
 from torch import nn
 
-from cpvt_det.errors import UnknownNameError, WeightsError
+from cpvt_det.common.errors import UnknownNameError, WeightsError
 from cpvt_det.plug import PlugError, add_peg, fold_peg, peg_report, remove_peg
 from cpvt_det.plug.families import FAMILIES
 from cpvt_det.plug.hooks import apply_levels

@@ -7,7 +7,7 @@ from plug_matrix.checks import plugged, recorded
 from plug_matrix.examples import EXAMPLES
 from torch import nn
 
-from cpvt_det.errors import ConfigError
+from cpvt_det.common.errors import ConfigError
 from cpvt_det.plug import PlugError, add_peg, peg_report, remove_peg
 
 pytestmark = pytest.mark.detectron2

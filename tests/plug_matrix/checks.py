@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cpvt_det.common.structures import padding_mask_of
 from cpvt_det.plug.attach import add_peg, remove_peg
 from cpvt_det.plug.hooks import PlugError
 from cpvt_det.position.peg import PEGDetection
-from cpvt_det.structures import padding_mask_of
 from plug_matrix.examples import Example, tensors, valid_sizes
 
 

@@ -14,8 +14,8 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-from cpvt_det.errors import BadInputError
-from cpvt_det.structures import Size, padding_mask_of
+from cpvt_det.common.errors import BadInputError
+from cpvt_det.common.structures import Size, padding_mask_of
 
 Inputs = tuple[tuple, dict[str, Any]]
 C = 32

@@ -13,7 +13,7 @@ import torch
 from tabulate import tabulate
 
 from cpvt_det.cli import common_options, report_errors
-from cpvt_det.errors import BadInputError
+from cpvt_det.common.errors import BadInputError
 from plug_matrix.checks import CHECKS, check
 from plug_matrix.examples import EXAMPLES, PEERS, use_checkout
 

@@ -7,7 +7,7 @@ from timm.layers.pos_embed_sincos import RotaryEmbeddingCat, RotaryEmbeddingMixe
 from tiny import DEFORMABLE, IN_ATTENTION, random_config
 
 from cpvt_det.builders import build_detector
-from cpvt_det.errors import ConfigError
+from cpvt_det.common.errors import ConfigError
 from cpvt_det.models.encoder import Encoder
 from cpvt_det.position import PositionEncoding, build_position
 

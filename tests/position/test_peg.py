@@ -9,9 +9,9 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch import nn
 
-from cpvt_det.errors import UnknownNameError
+from cpvt_det.common.errors import UnknownNameError
+from cpvt_det.common.structures import padding_mask_of
 from cpvt_det.position import PEGDetection
-from cpvt_det.structures import padding_mask_of
 
 SHAPE = (5, 7)
 SIZES = [(5, 7), (4, 3), (2, 6)]  # valid (h, w) of the images of a batch; the first is not padded

@@ -7,10 +7,10 @@ from test_real_time_detr import images_of, make, run
 from tiny import DEFORMABLE, random_config
 
 from cpvt_det.builders import build_detector
-from cpvt_det.errors import ConfigError
+from cpvt_det.common.errors import ConfigError
+from cpvt_det.common.structures import padding_mask_of
 from cpvt_det.models.encoder import Encoder
 from cpvt_det.position import build_position
-from cpvt_det.structures import padding_mask_of
 
 CHANNELS, LAYERS, HIDDEN, SHAPE = 8, 2, 12, (3, 5)
 SIZES = [(3, 5), (2, 4)]

@@ -9,12 +9,12 @@ from fvcore.common.config import CfgNode
 from tiny import random_config
 
 from cpvt_det.builders import build_detector, build_encoder_position
+from cpvt_det.common.defaults import FFN_CHANNELS
+from cpvt_det.common.errors import ConfigError, UnknownNameError
+from cpvt_det.common.structures import padding_mask_of
 from cpvt_det.config import get_cfg
-from cpvt_det.defaults import FFN_CHANNELS
-from cpvt_det.errors import ConfigError, UnknownNameError
 from cpvt_det.position.encoding import POSITION_REGISTRY, PositionEncoding, build_position
 from cpvt_det.position.peg import PEGEncoding
-from cpvt_det.structures import padding_mask_of
 
 NAMES = [*POSITION_REGISTRY.names, "relative+peg", "rope+peg_plain"]
 CHANNELS, NUM_LAYERS, NUM_HEADS = 16, 3, 2

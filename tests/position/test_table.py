@@ -5,8 +5,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from cpvt_det.common.structures import padding_mask_of
 from cpvt_det.position import build_position
-from cpvt_det.structures import padding_mask_of
 
 CANVAS = (50, 76)
 SIZES = [(14, 14), (24, 24), (30, 38), (50, 76), (7, 9), (1, 3), (14, 20), (13, 14)]

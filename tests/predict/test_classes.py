@@ -13,8 +13,8 @@ from cpvt_det.checkpoint.load import load_weights
 from cpvt_det.checkpoint.trained import load_trained
 from cpvt_det.cli import main
 from cpvt_det.cli.export import _report
+from cpvt_det.common.errors import ConfigError, RunStoppedError
 from cpvt_det.config import load_cfg
-from cpvt_det.errors import ConfigError, RunStoppedError
 from cpvt_det.export.check import Comparison
 from cpvt_det.export.program import Canvas
 from cpvt_det.predict import ClassPredictor, Predictor

@@ -16,7 +16,7 @@ from PIL import Image
 
 from cpvt_det import Predictor
 from cpvt_det.cli import main
-from cpvt_det.errors import BadInputError, DataError, RunStoppedError
+from cpvt_det.common.errors import BadInputError, DataError, RunStoppedError
 from cpvt_det.predict import films
 from cpvt_det.predict.films import FilmReader, FilmWriter, is_film
 

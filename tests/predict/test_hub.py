@@ -18,8 +18,8 @@ from image_classes import class_words, draw_folders
 from tiny import random_config, save_random
 
 from cpvt_det import Predictor
+from cpvt_det.common.errors import WeightsError
 from cpvt_det.config import load_cfg
-from cpvt_det.errors import WeightsError
 from cpvt_det.predict import ClassPredictor
 from cpvt_det.training.train import run
 

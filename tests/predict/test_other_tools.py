@@ -15,8 +15,8 @@ from click.testing import CliRunner
 from conftest import ROOT
 from PIL import Image
 
-from cpvt_det.class_names import Classes
 from cpvt_det.cli import main
+from cpvt_det.common.class_names import Classes
 from cpvt_det.data.catalog import DatasetFiles
 from cpvt_det.data.coco import load_coco
 from cpvt_det.predict import ImageDetections

@@ -17,9 +17,9 @@ from tiny import DETECTORS, overrides
 import cpvt_det
 from cpvt_det import Predictor
 from cpvt_det.checkpoint import files, read_weights
+from cpvt_det.common.errors import ConfigError, DataError, RunStoppedError, WeightsError
 from cpvt_det.config import load_cfg
 from cpvt_det.data.images import read_image
-from cpvt_det.errors import ConfigError, DataError, RunStoppedError, WeightsError
 from cpvt_det.evaluation.thresholds import Thresholds
 from cpvt_det.predict.inputs import read_input
 from cpvt_det.training.train import run

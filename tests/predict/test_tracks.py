@@ -8,9 +8,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from cpvt_det.class_names import Classes
 from cpvt_det.cli import main
-from cpvt_det.errors import BadInputError
+from cpvt_det.common.class_names import Classes
+from cpvt_det.common.errors import BadInputError
 from cpvt_det.predict import ImageDetections
 from cpvt_det.predict.detect_files import predict_film
 from cpvt_det.predict.films import Tracks

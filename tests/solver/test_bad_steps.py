@@ -10,7 +10,7 @@ from test_solver import make_samples, make_step, tiny_cfg
 from tiny import DETECTORS
 
 from cpvt_det import builders
-from cpvt_det.errors import RunStoppedError
+from cpvt_det.common.errors import RunStoppedError
 from cpvt_det.solver.ema import MovingAverage
 
 KINDS = ("image", "gradient")

@@ -9,14 +9,14 @@ from test_runner import losses_of
 from tiny import DETECTORS, DINO, overrides, random_config
 from torch import nn
 
-from cpvt_det import memory
 from cpvt_det.builders import build_detector
+from cpvt_det.common import memory
+from cpvt_det.common.errors import ConfigError
+from cpvt_det.common.structures import Targets
 from cpvt_det.config import load_cfg
-from cpvt_det.errors import ConfigError
 from cpvt_det.solver import memory_check
 from cpvt_det.solver.memory_check import _judge, kept_bytes, require_memory
 from cpvt_det.solver.step import TrainingModel
-from cpvt_det.structures import Targets
 from cpvt_det.training.train import run
 
 GB = 10**9

@@ -8,14 +8,14 @@ import torch
 from tiny import DINO, MODEL, random_config
 
 from cpvt_det import builders
+from cpvt_det.common.errors import ConfigError, UnknownNameError
+from cpvt_det.common.structures import Targets
 from cpvt_det.config import get_cfg, merge_overrides
-from cpvt_det.errors import ConfigError, UnknownNameError
 from cpvt_det.models.denoising import ContrastiveDenoising
 from cpvt_det.solver.ema import MovingAverage
 from cpvt_det.solver.optimizer import make_optimizer, parameter_groups
 from cpvt_det.solver.schedule import LRSchedule, TrainingSchedule, schedule_from_epochs
 from cpvt_det.solver.step import StepOptions, TrainingModel, TrainStep
-from cpvt_det.structures import Targets
 
 
 def tiny_cfg(**more):
@@ -265,7 +265,7 @@ def test_noise_of_denoising_follows_seed_iteration_and_process(monkeypatch):
         torch.manual_seed(1)
         detector = builders.build_detector(tiny_cfg(**DINO)).train()
         torch.manual_seed(len(drawn))
-        monkeypatch.setattr("cpvt_det.distributed.rank", lambda: rank)
+        monkeypatch.setattr("cpvt_det.common.distributed.rank", lambda: rank)
         make_step(tiny_cfg(**DINO), detector, seed=seed)(make_samples(3), iteration)
         return drawn[-1][2]
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from conftest import ROOT
 
+from cpvt_det.common.structures import padding_mask_of
 from cpvt_det.position import PEGDetection, build_position
-from cpvt_det.structures import padding_mask_of
 from studies.ablations import BorderlessPEG, FrozenPEG, SeparablePEG, WidePEG, stacked_separable, stacked_single_cell
 
 CHANNELS, SHAPE = 16, (5, 7)

@@ -13,8 +13,8 @@ from image_classes import class_words, draw_folders
 from PIL import Image
 
 from cpvt_det.checkpoint.trained import load_trained
+from cpvt_det.common.errors import ConfigError
 from cpvt_det.config import load_cfg
-from cpvt_det.errors import ConfigError
 from cpvt_det.training.evaluate import evaluate
 from cpvt_det.training.tasks import build_task
 from studies.engine.plan import load_plan

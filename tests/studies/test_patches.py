@@ -12,8 +12,8 @@ from PIL import Image
 from torch import nn
 
 from cpvt_det.builders import build_detector
+from cpvt_det.common.errors import BadInputError
 from cpvt_det.config import load_cfg
-from cpvt_det.errors import BadInputError
 from cpvt_det.visualize import attention_by_position
 from cpvt_det.visualize.attention_by_position import AttentionByPosition
 from cpvt_det.visualize.position import NamedDetector

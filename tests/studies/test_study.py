@@ -12,8 +12,8 @@ import torch
 import yaml
 
 from cpvt_det.checkpoint.trained import load_trained
+from cpvt_det.common.errors import ConfigError, RunStoppedError, UnknownNameError
 from cpvt_det.config import load_cfg
-from cpvt_det.errors import ConfigError, RunStoppedError, UnknownNameError
 from studies.engine import probes
 from studies.engine import run as study
 from studies.engine.corrections import all_comparisons, corrected, corrected_over_levels, corrected_over_sweeps

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from cpvt_det.common.structures import Detections, padding_mask_of
 from cpvt_det.data.shapes.scene import Shape
 from cpvt_det.position import build_position
-from cpvt_det.structures import Detections, padding_mask_of
 from studies.engine import probes
 
 

@@ -12,8 +12,8 @@ from several import run_group
 from test_runner import assert_same_run, metrics_of, weights_of
 from tiny import overrides
 
+from cpvt_det.common.errors import ConfigError, InterruptedRun, RunStoppedError, UnknownNameError
 from cpvt_det.config import load_cfg
-from cpvt_det.errors import ConfigError, InterruptedRun, RunStoppedError, UnknownNameError
 from cpvt_det.solver.step import TrainStep
 from cpvt_det.training.callbacks import CALLBACK_REGISTRY, Callback, TrainingRun
 from cpvt_det.training.tasks.task import flatten
@@ -257,7 +257,7 @@ def test_a_missing_package_is_named(train, monkeypatch, package):
 
 WATCHER = """
 from pathlib import Path
-from cpvt_det.distributed import rank
+from cpvt_det.common.distributed import rank
 from cpvt_det.training.callbacks import CALLBACK_REGISTRY, Callback
 
 @CALLBACK_REGISTRY.register_as("watcher")

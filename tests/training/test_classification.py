@@ -16,19 +16,19 @@ from test_runner import assert_same_run
 from torch import nn
 
 from cpvt_det.builders import build_detector
-from cpvt_det.class_names import Classes
 from cpvt_det.cli import main
+from cpvt_det.common.class_names import Classes
+from cpvt_det.common.errors import ConfigError, UnknownNameError, WeightsError
+from cpvt_det.common.structures import Targets, level_padding_mask
 from cpvt_det.config import load_cfg
 from cpvt_det.data.classify import ClassMapper, central_transform, crop_transform
 from cpvt_det.data.formats.image_folder import read_image_folder
 from cpvt_det.data.loader import MappedDataset, TrainBatches
 from cpvt_det.data.records import ImageRecord
-from cpvt_det.errors import ConfigError, UnknownNameError, WeightsError
 from cpvt_det.evaluation.top_k import ClassEvaluator, format_accuracies, most_confused
 from cpvt_det.losses.soft_labels import ClassCriterion
 from cpvt_det.models import BACKBONE_REGISTRY, Classifier
 from cpvt_det.solver.classify import BatchMixing, ClassTrainingModel
-from cpvt_det.structures import Targets, level_padding_mask
 from cpvt_det.training.tasks import build_task
 from cpvt_det.training.train import run
 

@@ -3,7 +3,7 @@
 
 import pytest
 
-from cpvt_det.errors import ConfigError
+from cpvt_det.common.errors import ConfigError
 from cpvt_det.training.launchers import variables_of_group
 
 ADDRESS = {"MASTER_ADDR": "node-a", "MASTER_PORT": "29500"}

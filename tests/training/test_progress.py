@@ -16,11 +16,11 @@ from tiny import overrides
 
 from cpvt_det import Predictor
 from cpvt_det.checkpoint.checkpointer import RunState
-from cpvt_det.class_names import Classes
 from cpvt_det.cli import main
+from cpvt_det.common.class_names import Classes
+from cpvt_det.common.errors import ConfigError, UnknownNameError
+from cpvt_det.common.structures import Detections
 from cpvt_det.config import load_cfg
-from cpvt_det.errors import ConfigError, UnknownNameError
-from cpvt_det.structures import Detections
 from cpvt_det.training.progress import RunEvaluations, _is_below, log_next_steps, what_helps
 from cpvt_det.training.tasks import DetectionTask, build_task
 from cpvt_det.training.train import run

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from cpvt_det import builders
-from cpvt_det.class_names import Classes
+from cpvt_det.common.class_names import Classes
+from cpvt_det.common.errors import BadInputError, ConfigError
 from cpvt_det.data.records import ImageRecord
-from cpvt_det.errors import BadInputError, ConfigError
 from cpvt_det.solver.schedule import schedule_from_epochs
 from cpvt_det.training import choose
 from cpvt_det.training.choose import choose_settings, config_of, describe_machine, write_choices

@@ -9,8 +9,8 @@ from image_classes import class_words, draw_folders
 from tiny import save_random
 
 from cpvt_det.cli import main
+from cpvt_det.common.errors import ConfigError
 from cpvt_det.config import load_cfg
-from cpvt_det.errors import ConfigError
 from cpvt_det.training.evaluate import evaluate_sizes, sizes_table
 from cpvt_det.training.tasks import DetectionTask, Task, build_task
 from cpvt_det.training.train import run

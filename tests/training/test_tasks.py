@@ -12,8 +12,8 @@ from click.testing import CliRunner
 from tiny import overrides
 
 from cpvt_det.cli import main
+from cpvt_det.common.errors import UnknownNameError
 from cpvt_det.config import load_cfg
-from cpvt_det.errors import UnknownNameError
 from cpvt_det.evaluation.coco import CocoEvaluator
 from cpvt_det.training.tasks import TASK_REGISTRY, DetectionTask, build_task, flatten, main_value
 from cpvt_det.training.train import run

@@ -22,10 +22,10 @@ from cpvt_det.checkpoint.load import load_weights, nearly_named
 from cpvt_det.checkpoint.starts import STARTER, Place, Start, starts
 from cpvt_det.checkpoint.trained import load_trained
 from cpvt_det.checkpoint.weights import read_weights
-from cpvt_det.class_names import COCO_CLASSES, COCO_ROWS, Classes
 from cpvt_det.cli import main
+from cpvt_det.common.class_names import COCO_CLASSES, COCO_ROWS, Classes
+from cpvt_det.common.errors import ConfigError, WeightsError
 from cpvt_det.config import load_cfg
-from cpvt_det.errors import ConfigError, WeightsError
 from cpvt_det.predict import Predictor
 from cpvt_det.training import choose, tuning
 from cpvt_det.training.recipe import DataFacts, MachineFacts, Pace, Plan, first_plan, length_choices

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cpvt_det.builders import build_detector
 from cpvt_det.cli import main
-from cpvt_det.errors import UnknownNameError
+from cpvt_det.common.errors import UnknownNameError
 from cpvt_det.ops import routes
 from cpvt_det.visualize.costs import PARTS, count_costs, find_parts, measure, part_of
 

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from PIL import Image
 
 from cpvt_det.cli import main
-from cpvt_det.errors import DataError
+from cpvt_det.common.errors import DataError
 from cpvt_det.visualize.curves import comparison_figure, comparison_table, read_runs
 
 

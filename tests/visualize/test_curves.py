@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cpvt_det.errors import BadInputError, DataError
+from cpvt_det.common.errors import BadInputError, DataError
 from cpvt_det.visualize.curves import curves_figure, draw_curves, read_metrics
 
 METRICS = """\

@@ -12,7 +12,7 @@ from fontTools.pens.ttGlyphPen import TTGlyphPen
 from matplotlib import font_manager
 from PIL import Image, ImageDraw
 
-from cpvt_det.structures import Detections
+from cpvt_det.common.structures import Detections
 from cpvt_det.visualize import fonts
 from cpvt_det.visualize.figures import save_figure
 from cpvt_det.visualize.fonts import Text, load_font

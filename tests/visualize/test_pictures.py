@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from cpvt_det.structures import Detections
+from cpvt_det.common.structures import Detections
 from cpvt_det.visualize.pictures import (
     GAP,
     Compared,

@@ -12,10 +12,10 @@ from PIL import Image
 from test_evaluation import CLASS_IDS, evaluator_of, random_world
 from test_report import matches_of
 
+from cpvt_det.common.structures import Detections
 from cpvt_det.data.catalog import DatasetFiles
 from cpvt_det.data.coco import load_coco
 from cpvt_det.evaluation.thresholds import pooled_curve
-from cpvt_det.structures import Detections
 from cpvt_det.visualize import report_page
 from cpvt_det.visualize.report_page import step_of, write_report_page
 

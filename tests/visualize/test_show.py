@@ -8,14 +8,14 @@ from click.testing import CliRunner
 from PIL import Image
 from tiny import DEFORMABLE, DINO, overrides, random_config, save_random
 
-from cpvt_det.boxes import intersection_over_union
 from cpvt_det.builders import build_detector
 from cpvt_det.cli import main
 from cpvt_det.cli import show as command
+from cpvt_det.common.boxes import intersection_over_union
+from cpvt_det.common.errors import BadInputError
+from cpvt_det.common.structures import level_padding_mask
 from cpvt_det.data.coco import load_coco
-from cpvt_det.errors import BadInputError
 from cpvt_det.position import POSITION_REGISTRY
-from cpvt_det.structures import level_padding_mask
 from cpvt_det.visualize import attention as drawing
 from cpvt_det.visualize import data as feeding
 from cpvt_det.visualize.attention_by_position import AttentionByPosition, average_attention

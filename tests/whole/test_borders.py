@@ -15,15 +15,15 @@ ABOVE = {"d2"}  # knows detectron2; nothing else does
 
 # What a folder or file of the lower layers may import of the package, besides its own kind.
 ALLOWED = {
-    "errors.py": set(),
-    "structures.py": set(),
-    "boxes.py": set(),
-    "distributed.py": set(),
-    "registry.py": {"errors"},
-    "defaults.py": set(),
-    "files.py": set(),
-    "memory.py": set(),
-    "class_names.py": {"errors"},
+    "common/errors.py": set(),
+    "common/structures.py": set(),
+    "common/boxes.py": set(),
+    "common/distributed.py": set(),
+    "common/registry.py": {"errors"},
+    "common/defaults.py": set(),
+    "common/files.py": set(),
+    "common/memory.py": set(),
+    "common/class_names.py": {"errors"},
     "ops": {"errors", "structures", "memory"},
     "layers": {"errors", "structures", "boxes", "distributed", "ops"},
     "position": {"errors", "structures", "registry", "layers", "defaults"},
@@ -74,7 +74,7 @@ for name in {modules!r}:
     importlib.import_module(name)
 from cpvt_det.builders import build_criterion, build_detector
 from cpvt_det.config import get_cfg
-from cpvt_det.structures import Targets
+from cpvt_det.common.structures import Targets
 cfg = get_cfg()
 cfg.MODEL.NUM_CLASSES, cfg.MODEL.BACKBONE.NAME, cfg.MODEL.BACKBONE.STAGES = 2, "resnet18", (3,)
 cfg.MODEL.DETR.HIDDEN_DIM, cfg.MODEL.DETR.NHEADS, cfg.MODEL.DETR.DIM_FEEDFORWARD = 16, 2, 16

@@ -14,12 +14,12 @@ from cpvt_det.cli import main
 
 PACKAGE = ROOT / "cpvt_det"
 CEILINGS = {
-    "code lines": 21_863,
+    "code lines": 21_858,
     "code lines of data/": 3_750,
     "files": 252,
     "functions": 2_141,
-    "rooms": 30,
-    "arrows between rooms": 169,
+    "rooms": 22,
+    "arrows between rooms": 103,
     "keys of the config": 129,
     "words of the documents": 45_096,
 }

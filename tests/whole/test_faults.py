@@ -12,8 +12,8 @@ from faults.report import DOCUMENT, areas, report
 from tiny import coco_dict, overrides
 
 from cpvt_det import builders
-from cpvt_det.errors import DataError
-from cpvt_det.structures import Detections
+from cpvt_det.common.errors import DataError
+from cpvt_det.common.structures import Detections
 
 ROWS = [pytest.param(case, id=f"{area.__name__.split('.')[-1]}: {case.what}") for area in areas() for case in area.CASES]
 

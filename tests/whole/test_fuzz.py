@@ -26,10 +26,10 @@ from tiny import MODEL, RUN
 from cpvt_det import builders
 from cpvt_det.checkpoint import load_weights
 from cpvt_det.checkpoint.files import read_checkpoint
+from cpvt_det.common.errors import BadInputError
+from cpvt_det.common.structures import Detections
 from cpvt_det.config import get_cfg, load_cfg, merge_overrides
 from cpvt_det.data.images import read_header, read_image
-from cpvt_det.errors import BadInputError
-from cpvt_det.structures import Detections
 
 EXAMPLES = int(os.environ.get("CPVT_FUZZ_EXAMPLES", "100"))
 fuzzed = settings(

@@ -41,17 +41,21 @@ def test_the_record_is_of_the_rows_there_are():
 
 def test_the_record_keeps_how_a_row_ended_last(tmp_path, monkeypatch):
     monkeypatch.setattr(mutate, "RECORD", tmp_path / "mutants.json")
-    one, other = (Case(name, lambda folder: None, "", guard=Cut("errors.py", name, "")) for name in ("one", "other"))
+    one, other = (Case(name, lambda folder: None, "", guard=Cut("common/errors.py", name, "")) for name in ("one", "other"))
     rows = {"a: one": one, "a: other": other, "a: plain": Case("plain", lambda folder: None, "", 0, guard="nothing is at fault")}
     mutate.write_record([mutate.Result("a: one", "ended\nwith 0", "killed")], rows, "c1")
     assert "2 have a guard, and 1 of them failed" in document(rows)
     assert "| a: other | None |" in document(rows)
     mutate.write_record([mutate.Result("a: other", "", "survives, unexplained")], rows, "c2")
     assert mutate.read_record()["a: one"] == {
-        "verdict": "killed", "why": "ended with 0", "guard": [["errors.py", "one", ""]], "expects": [2, ""], "commit": "c1",
+        "verdict": "killed", "why": "ended with 0", "guard": [["common/errors.py", "one", ""]], "expects": [2, ""], "commit": "c1",
     }  # fmt: skip
     assert "| a: other | survives, unexplained |" in document(rows)
-    for changed in (replace(one, guard=Cut("errors.py", "another guard", "")), replace(one, code=0), replace(one, says="less")):
+    for changed in (
+        replace(one, guard=Cut("common/errors.py", "another guard", "")),
+        replace(one, code=0),
+        replace(one, says="less"),
+    ):
         rows["a: one"] = changed
         assert "2 have a guard, and 0 of them failed" in document(rows)
     del rows["a: other"]
@@ -81,9 +85,9 @@ def test_rows_fail_without_their_guards():
     ],
 )
 def test_only_a_row_that_fails_for_want_of_its_guard_is_killed(tmp_path, monkeypatch, with_guard, without_guard, survives, verdict):
-    cut = Cut("errors.py", "class ConfigError(BadInputError):", "class ConfigError(ValueError):")
+    cut = Cut("common/errors.py", "class ConfigError(BadInputError):", "class ConfigError(ValueError):")
     case = Case("a row", lambda folder: None, "", guard=cut, survives=survives)
-    (tmp_path / "cpvt_det").mkdir()
+    (tmp_path / "cpvt_det/common").mkdir(parents=True)
     copy = tmp_path / "cpvt_det" / cut.file
     copy.write_bytes((PACKAGE / cut.file).read_bytes())
 
@@ -98,7 +102,10 @@ def test_only_a_row_that_fails_for_want_of_its_guard_is_killed(tmp_path, monkeyp
 
 
 def test_a_guard_that_has_gone_is_an_error(tmp_path):
-    (tmp_path / "cpvt_det").mkdir()
-    (tmp_path / "cpvt_det/errors.py").write_bytes((PACKAGE / "errors.py").read_bytes())
-    with pytest.raises(ValueError, match="contains 0 times, not once: gone"), without([Cut("errors.py", "gone", "")], tmp_path):
+    (tmp_path / "cpvt_det/common").mkdir(parents=True)
+    (tmp_path / "cpvt_det/common/errors.py").write_bytes((PACKAGE / "common/errors.py").read_bytes())
+    with (
+        pytest.raises(ValueError, match="contains 0 times, not once: gone"),
+        without([Cut("common/errors.py", "gone", "")], tmp_path),
+    ):
         pass

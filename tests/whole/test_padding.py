@@ -13,11 +13,11 @@ from test_solver import tiny_cfg
 from tiny import DETECTORS
 
 from cpvt_det import builders
-from cpvt_det.boxes import cxcywh_to_xyxy, generalized_iou
+from cpvt_det.common.boxes import cxcywh_to_xyxy, generalized_iou
+from cpvt_det.common.structures import PaddedBatch, Predictions, Targets, level_padding_mask
 from cpvt_det.losses.matcher import PaddedTargets
 from cpvt_det.models import ResNetBackbone
 from cpvt_det.models.necks import ProjectionNeck
-from cpvt_det.structures import PaddedBatch, Predictions, Targets, level_padding_mask
 
 bounded = settings(
     max_examples=6,

@@ -19,10 +19,10 @@ import torch
 
 from cpvt_det.builders import build_criterion, build_detector
 from cpvt_det.checkpoint import convert_state_dict, load_weights
+from cpvt_det.common.structures import PaddedBatch, Predictions, Targets, level_padding_mask
 from cpvt_det.config import get_cfg
 from cpvt_det.losses.matcher import Matches, PaddedTargets
 from cpvt_det.models.queries import PADDED_LOGIT
-from cpvt_det.structures import PaddedBatch, Predictions, Targets, level_padding_mask
 
 transformers = pytest.importorskip("transformers")
 from transformers.loss import loss_deformable_detr as hf_losses  # noqa: E402

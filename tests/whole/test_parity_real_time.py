@@ -16,11 +16,11 @@ from fvcore.common.config import CfgNode
 
 from cpvt_det.builders import build_criterion, build_detector
 from cpvt_det.checkpoint import convert_state_dict, load_weights
+from cpvt_det.common.structures import Targets
 from cpvt_det.config import get_cfg
 from cpvt_det.losses.classification import focal_cost, pick_classes
 from cpvt_det.losses.overlap_classification import OverlapClassification
 from cpvt_det.models.denoising import ContrastiveDenoising
-from cpvt_det.structures import Targets
 
 transformers = pytest.importorskip("transformers")
 from transformers.loss.loss_d_fine import DFineLoss  # noqa: E402

@@ -15,9 +15,9 @@ import torch
 
 from cpvt_det.builders import build_criterion, build_detector
 from cpvt_det.checkpoint import convert_state_dict, load_weights
+from cpvt_det.common.structures import PaddedBatch, Predictions, Targets
 from cpvt_det.config import get_cfg
 from cpvt_det.losses.matcher import PaddedTargets
-from cpvt_det.structures import PaddedBatch, Predictions, Targets
 
 transformers = pytest.importorskip("transformers")
 from transformers.loss.loss_for_object_detection import ForObjectDetectionLoss  # noqa: E402

@@ -9,12 +9,12 @@ from tiny import DEFORMABLE, DETECTORS, random_config
 from torch import nn
 
 from cpvt_det.builders import DETECTOR_REGISTRY, build_criterion, build_detector, register_detector
-from cpvt_det.errors import ConfigError, UnknownNameError
+from cpvt_det.common.errors import ConfigError, UnknownNameError
+from cpvt_det.common.structures import Predictions, Targets, level_padding_mask
 from cpvt_det.layers import Attention
 from cpvt_det.losses.terms import LOSS_REGISTRY, class_loss
 from cpvt_det.models import DETR
 from cpvt_det.models.queries import Queries
-from cpvt_det.structures import Predictions, Targets, level_padding_mask
 
 
 def make(kind, **more):

@@ -9,7 +9,7 @@ from several import run_group
 from tiny import overrides
 
 NOTE = """
-import cpvt_det.data.images as images, cpvt_det.data.validation.check as check, cpvt_det.distributed as distributed
+import cpvt_det.data.images as images, cpvt_det.data.validation.check as check, cpvt_det.common.distributed as distributed
 real = check.read_header
 check.read_header = lambda path, *rest: print(f"LOOKED {path}\\n", end="", flush=True) or real(path, *rest)  # one write
 gather, to_first = distributed.gather_objects, distributed.gather_to_first

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from cpvt_det.registry import PartRegistry
+from cpvt_det.common.registry import PartRegistry
 
 Scene = tuple[Tensor, Tensor, Tensor]
 """An image and its objects: image (3, h, w) uint8 RGB; boxes (G, 4) float32 xyxy in pixels, within the image; labels (G,) int64 in

@@ -13,8 +13,8 @@ from torch import Tensor
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as TF
 
+from cpvt_det.common.errors import UnknownNameError
 from cpvt_det.data.augmentation.contract import AUGMENTATION_REGISTRY, Scene
-from cpvt_det.errors import UnknownNameError
 
 COLOURS = (
     "ColorJitter",

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torchvision import tv_tensors
 
+from cpvt_det.common.errors import BadInputError, ConfigError, first_line
 from cpvt_det.data.augmentation.contract import DrawScene, Scene
-from cpvt_det.errors import BadInputError, ConfigError, first_line
 
 MIN_SIDE = 1
 """Smallest side in pixels; a box that is cut to less is removed."""

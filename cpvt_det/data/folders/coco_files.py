@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from cpvt_det.common.errors import DataError
 from cpvt_det.data.coco import read_json
 from cpvt_det.data.formats.format import Sections, make_sections
 from cpvt_det.data.listing import Listing
 from cpvt_det.data.names import Names
 from cpvt_det.data.validation.rules import FAULT, category_fault
-from cpvt_det.errors import DataError
 
 
 def read_coco_files(listing: Listing, files: Sequence[Path]) -> Sections:

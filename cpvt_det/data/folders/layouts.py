@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from cpvt_det.common.errors import DataError, UnknownNameError
 from cpvt_det.data.catalog import DatasetFiles
 from cpvt_det.data.coco import read_coco
 from cpvt_det.data.folders.coco_files import read_coco_files
@@ -23,7 +24,6 @@ from cpvt_det.data.formats.yolo import YoloFile, label_files, read_label_files
 from cpvt_det.data.listing import Listing, few, split_named
 from cpvt_det.data.names import Names
 from cpvt_det.data.text import ends_of, read_xml
-from cpvt_det.errors import DataError, UnknownNameError
 
 Places = Mapping[str, tuple[str, str]]
 """Split -> the second and third entry of its triple in ``DATASETS.REGISTER``."""

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from cpvt_det.common.errors import DataError, counted
+from cpvt_det.common.files import write_json
 from cpvt_det.data.coco import CocoDataset
 from cpvt_det.data.folders.layouts import Layout, find_layout
 from cpvt_det.data.folders.split import divide
@@ -21,8 +23,6 @@ from cpvt_det.data.formats.format import Sections
 from cpvt_det.data.formats.reading import complete
 from cpvt_det.data.listing import SPLITS, Listing, cannot_read, few
 from cpvt_det.data.validation.rules import FAULT, annotation_fault, image_fault
-from cpvt_det.errors import DataError, counted
-from cpvt_det.files import write_json
 
 SEED = 0
 """Seed of the split: the same for every run, so that runs on one folder can be compared."""

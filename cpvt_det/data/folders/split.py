@@ -12,9 +12,9 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from cpvt_det.common.errors import DataError
 from cpvt_det.data.formats.format import Sections
 from cpvt_det.data.validation.duplicates import group_near_duplicates
-from cpvt_det.errors import DataError
 
 VALIDATION_SHARE = 0.2
 MOST_TO_VALIDATE = 500

@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cpvt_det.common.errors import DataError
 from cpvt_det.data.formats.format import Sections, make_sections
 from cpvt_det.data.formats.shapes import around_corners, around_ellipse, around_points
 from cpvt_det.data.listing import Listing
 from cpvt_det.data.names import Names
 from cpvt_det.data.text import composed
 from cpvt_det.data.validation.rules import FAULT
-from cpvt_det.errors import DataError
 
 SHAPES: dict[str, tuple[Sequence[str], Callable[[Sequence[float], float], list[float]]]] = {
     "box": (("xtl", "ytl", "xbr", "ybr"), lambda numbers, angle: around_corners(*numbers, angle)),

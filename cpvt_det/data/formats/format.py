@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cpvt_det.registry import PartRegistry
+from cpvt_det.common.registry import PartRegistry
 
 Notes = Mapping[str, Iterable[object]]
 """Heading of a kind of correction -> the places where it was made."""

@@ -9,9 +9,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from cpvt_det.common.errors import DataError
 from cpvt_det.data.formats.format import Sections, make_sections, register_format
 from cpvt_det.data.listing import files_below, is_image, walk
-from cpvt_det.errors import DataError
 
 WHOLE = [0.5, 0.5, 1.0, 1.0]
 """The box of an image that is one object, cxcywh in [0, 1]."""

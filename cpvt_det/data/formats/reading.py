@@ -8,11 +8,11 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from cpvt_det.common.errors import DataError
 from cpvt_det.data.catalog import DatasetFiles
 from cpvt_det.data.formats.format import Sections, find_format
 from cpvt_det.data.images import file_threads, read_header
 from cpvt_det.data.validation.rules import FAULT, LARGEST_SHARE
-from cpvt_det.errors import DataError
 
 
 def read_foreign(files: DatasetFiles) -> Sections:

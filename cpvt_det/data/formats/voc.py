@@ -13,13 +13,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from cpvt_det.common.errors import DataError
 from cpvt_det.data.formats.format import Sections, make_sections, register_format
 from cpvt_det.data.formats.shapes import around_points, around_rotated
 from cpvt_det.data.listing import Listing, files_below
 from cpvt_det.data.names import Names
 from cpvt_det.data.text import composed, ends_of, read_lines, read_xml
 from cpvt_det.data.validation.rules import FAULT
-from cpvt_det.errors import DataError
 
 SIDES = ("xmin", "ymin", "xmax", "ymax")
 

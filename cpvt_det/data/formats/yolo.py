@@ -14,12 +14,12 @@ from typing import Any
 
 import yaml
 
+from cpvt_det.common.errors import DataError, counted, first_line
 from cpvt_det.data.formats.format import Sections, make_sections, register_format
 from cpvt_det.data.listing import IMAGES, SPLIT_NAMES, SPLITS, Listing, cannot_read
 from cpvt_det.data.names import Names
 from cpvt_det.data.text import ends_of, numbered_lines, read_lines, read_text
 from cpvt_det.data.validation.rules import FAULT
-from cpvt_det.errors import DataError, counted, first_line
 
 NAME_FILES = ("classes.txt", "obj.names", "labels.txt", "names.txt", "_darknet.labels")
 """Files with one class name per line, in the order of the class numbers in text files; others end in ``.names``."""

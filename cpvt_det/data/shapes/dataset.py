@@ -19,10 +19,10 @@ import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
+from cpvt_det.common.errors import DataError
+from cpvt_det.common.files import atomic_file
+from cpvt_det.common.memory import usable_cores
 from cpvt_det.data.shapes.scene import CLASS_NAMES, ShapesSpec, draw_image
-from cpvt_det.errors import DataError
-from cpvt_det.files import atomic_file
-from cpvt_det.memory import usable_cores
 
 # Stored in the JSON: increase it with any change to the drawing or the JSON, so that older data can be told apart.
 GENERATOR_VERSION = 2

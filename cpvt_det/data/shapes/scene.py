@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from PIL import Image, ImageDraw
 
-from cpvt_det.errors import ConfigError
+from cpvt_det.common.errors import ConfigError
 
 CUT_SHARE = 0.4  # share of objects that may extend beyond the border
 OVERHANG = 0.4  # largest part of a side that is beyond the border

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from cpvt_det.class_names import require_same_classes
+from cpvt_det.common.class_names import require_same_classes
+from cpvt_det.common.errors import DataError, MissingFileError, UnreachableError
 from cpvt_det.data.catalog import DatasetFiles
 from cpvt_det.data.coco import CocoDataset, read_coco
 from cpvt_det.data.images import ImageHeader, file_threads, is_file, read_header, read_image
@@ -22,7 +23,6 @@ from cpvt_det.data.records import Records
 from cpvt_det.data.storage import Patience
 from cpvt_det.data.validation.issues import EXAMPLES, Issues, Looked
 from cpvt_det.data.validation.rules import Fault
-from cpvt_det.errors import DataError, MissingFileError, UnreachableError
 
 PATIENCE = 30.0
 """Seconds, in total, to wait for a data set whose mount or server does not answer."""

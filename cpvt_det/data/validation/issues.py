@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from cpvt_det.errors import DataError, DataFaultsError
+from cpvt_det.common.errors import DataError, DataFaultsError
 
 EXAMPLES = 20
 """Number of examples stored for each kind of issue; further ones are only counted, unless all are requested."""

@@ -5,8 +5,8 @@ from collections.abc import Collection, Mapping
 
 from torch import Tensor, nn
 
-from cpvt_det.errors import WeightsError
-from cpvt_det.registry import PartRegistry
+from cpvt_det.common.errors import WeightsError
+from cpvt_det.common.registry import PartRegistry
 
 BACKBONE_REGISTRY = PartRegistry("BACKBONE", "backbone")
 """``MODEL.BACKBONE.NAME`` -> builder of a backbone. It is called with keys of ``MODEL.BACKBONE`` in lower case: its own options,

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cpvt_det.common.structures import level_padding_mask, padding_mask_of
 from cpvt_det.layers.norm import MaskedBatchNorm2d, MaskedGroupNorm
-from cpvt_det.structures import level_padding_mask, padding_mask_of
 
 TOLERANCE = 1e-9
 """Largest difference between float64 maps, relative to their largest number, that counts as equal."""

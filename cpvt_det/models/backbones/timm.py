@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cpvt_det.errors import UnknownNameError, first_line
+from cpvt_det.common.errors import UnknownNameError, first_line
+from cpvt_det.common.structures import has_padding
 from cpvt_det.layers.checkpointing import recomputed
 from cpvt_det.layers.norm import MaskedBatchNorm2d, MaskedGroupNorm, MaskedSyncBatchNorm2d
 from cpvt_det.models.backbones.contract import BACKBONE_REGISTRY
@@ -33,7 +34,6 @@ from cpvt_det.models.backbones.masking import (
 )
 from cpvt_det.models.backbones.timm_networks import is_transformer, load_weights, pixel_statistics, timm_with
 from cpvt_det.models.backbones.timm_transformer import TimmTransformer
-from cpvt_det.structures import has_padding
 
 NORMS = ("FrozenBN", "BN", "SyncBN")
 

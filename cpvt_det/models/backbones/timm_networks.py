@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cpvt_det.errors import ConfigError, UnknownNameError, WeightsError, first_line
+from cpvt_det.common.errors import ConfigError, UnknownNameError, WeightsError, first_line
 from cpvt_det.models.backbones import packaged
 from cpvt_det.models.backbones.contract import load_all
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from cpvt_det.errors import WeightsError
+from cpvt_det.common.errors import WeightsError
 from cpvt_det.models.backbones.vit_weights import rename, split_table
 
 TNT = r"^blocks\.0\.(attn_in|inner_attn)\.qk\.weight$"

@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cpvt_det.errors import UnknownNameError
+from cpvt_det.common.errors import UnknownNameError
+from cpvt_det.common.structures import Size, has_padding, level_padding_mask
 from cpvt_det.layers.attention import Attention
 from cpvt_det.models.backbones.contract import BACKBONE_REGISTRY
 from cpvt_det.models.backbones.vit_weights import load_vit
 from cpvt_det.models.encoder import Encoder
 from cpvt_det.position import PositionEncoding, TableEncoding, build_position
-from cpvt_det.structures import Size, has_padding, level_padding_mask
 
 SIZES = {"tiny": (192, 12, 3), "small": (384, 12, 6), "base": (768, 12, 12)}
 """Size -> channels, layers, heads, of DeiT and of CPVT (arXiv 2012.12877, table 1; arXiv 2102.10882, table 2)."""

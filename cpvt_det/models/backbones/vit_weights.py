@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from cpvt_det.errors import WeightsError
+from cpvt_det.common.errors import WeightsError
 from cpvt_det.models.backbones.contract import load_all
 
 logger = logging.getLogger("cpvt_det")

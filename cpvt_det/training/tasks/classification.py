@@ -109,14 +109,14 @@ class ClassificationTask(Task):
 
     def write_outputs(self, evaluator: "ClassEvaluator", folder: Path) -> None:
         """Write the best classes of every image of a test set, and the confusion matrix."""
+        from cpvt_det.common.files import write_json
         from cpvt_det.evaluation.top_k import write_confusion
-        from cpvt_det.files import write_json
 
         write_json(evaluator.answers(), folder / ANSWERS)
         write_confusion(evaluator.confusion(), evaluator.names, folder / CONFUSION)
 
     def show_results(self, detector: "nn.Module", datasets: Sequence[CocoDataset], results: Results, output: Path) -> None:
-        from cpvt_det import distributed
+        from cpvt_det.common import distributed
         from cpvt_det.visualize.report import draw_answers, write_class_report
 
         if distributed.rank() != 0:

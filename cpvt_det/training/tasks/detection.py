@@ -10,24 +10,24 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cpvt_det import builders
+from cpvt_det.common.files import write_json
 from cpvt_det.data.coco import CocoDataset
 from cpvt_det.data.records import Records
 from cpvt_det.data.validation.check import CheckedData
 from cpvt_det.data.validation.issues import EXAMPLES
-from cpvt_det.files import write_json
 from cpvt_det.training.tasks.task import TASK_REGISTRY, Results, Task, flatten, place_of
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.utils.data import DataLoader
 
+    from cpvt_det.common.structures import Detections
     from cpvt_det.data.loader import SampleLoader
     from cpvt_det.data.mapper import Mapper, Sample
     from cpvt_det.evaluation.answers import PostProcessor
     from cpvt_det.evaluation.coco import CocoEvaluator
     from cpvt_det.evaluation.tiles import Tiling
     from cpvt_det.solver.step import TrainingModel
-    from cpvt_det.structures import Detections
 
 logger = logging.getLogger("cpvt_det")
 DETECTIONS = "coco_instances_results.json"
@@ -98,7 +98,7 @@ class DetectionTask(Task):
         """AP and AP50 of the constant box, :func:`constant_detections`, on a test set."""
         import torch
 
-        from cpvt_det.structures import Detections
+        from cpvt_det.common.structures import Detections
 
         constant, evaluator = constant_detections(records), builders.build_evaluator(self.cfg, dataset)
         for record in dataset.records:
@@ -123,7 +123,7 @@ class DetectionTask(Task):
         return builders.build_tiling(self.cfg)
 
     def infer(self, detector: "nn.Module", samples: "Sequence[Sample]") -> "list[Detections]":
-        from cpvt_det import distributed
+        from cpvt_det.common import distributed
         from cpvt_det.evaluation.answers import detect
         from cpvt_det.evaluation.tiles import detect_tiles
 
@@ -142,7 +142,7 @@ class DetectionTask(Task):
         write_json(evaluator.coco_results(), folder / DETECTIONS)
 
     def show_results(self, detector: "nn.Module", datasets: Sequence[CocoDataset], results: Results, output: Path) -> None:
-        from cpvt_det import distributed
+        from cpvt_det.common import distributed
         from cpvt_det.visualize.report import write_report
 
         if distributed.rank() != 0:
@@ -207,7 +207,7 @@ def constant_detections(records: Records, most: int = 100) -> "Detections":
     """
     import torch
 
-    from cpvt_det.structures import Detections
+    from cpvt_det.common.structures import Detections
 
     totals = np.zeros((0, 6))  # for each class: images, boxes, sums of corners
     for block in records.blocks():

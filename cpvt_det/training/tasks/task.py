@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from fvcore.common.config import CfgNode
 
+from cpvt_det.common.errors import ConfigError, UnknownNameError
+from cpvt_det.common.registry import PartRegistry
 from cpvt_det.data.coco import CocoDataset, describe_records
 from cpvt_det.data.records import Records
 from cpvt_det.data.validation.check import CheckedData
 from cpvt_det.data.validation.issues import EXAMPLES
-from cpvt_det.errors import ConfigError, UnknownNameError
-from cpvt_det.registry import PartRegistry
 
 if TYPE_CHECKING:
     from torch import nn

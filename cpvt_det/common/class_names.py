@@ -3,7 +3,7 @@
 
 from dataclasses import dataclass
 
-from cpvt_det.errors import DataError
+from cpvt_det.common.errors import DataError
 
 
 @dataclass(frozen=True)

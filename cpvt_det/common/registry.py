@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from fvcore.common.registry import Registry
 
-from cpvt_det.errors import BadInputError, ConfigError, UnknownNameError, first_line
+from cpvt_det.common.errors import BadInputError, ConfigError, UnknownNameError, first_line
 
 IMPORT_HINT = "a module that registers it is imported with --import MODULE"
 INHERITED = "CPVT_DET_IMPORT"
