@@ -51,7 +51,7 @@ HF_RESNET = (
     *((rf"\.layer\.{n}\.convolution\.", f".conv{n + 1}.") for n in range(3)),
     *((rf"\.layer\.{n}\.normalization\.", f".bn{n + 1}.") for n in range(3)),
     (r"\.shortcut\.convolution\.", ".downsample.0."),
-    (r"\.shortcut\.normalization\.", ".downsample.1."),
+    (r"\.shortcut\.(1\.)?normalization\.", ".downsample.1."),
 )
 TRANSFORMERS = (
     *_QUERIES,
@@ -60,7 +60,6 @@ TRANSFORMERS = (
     *((rf"\.body\.embedder\.embedder\.{n}\.convolution\.", f".body.conv1.{3 * n}.") for n in range(3)),
     *((rf"\.body\.embedder\.embedder\.{n}\.normalization\.", f".body.conv1.{3 * n + 1}.") for n in range(2)),
     (r"\.shortcut\.1\.convolution\.", ".downsample.0.1."),
-    (r"\.shortcut\.1\.normalization\.", ".downsample.1."),
     *HF_RESNET,
     # HGNetv2
     (r"^backbone\.body\.embedder\.", "backbone.body.stem."),

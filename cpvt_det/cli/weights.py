@@ -26,10 +26,9 @@ def weights(names: Sequence[str]) -> None:
       cpvt-det weights
       cpvt-det weights dino_r50
     """
-    known = (*starts(), STARTER)
     for name in names:
-        if name not in known:
-            raise UnknownNameError("name of public weights", name, known)
+        if name not in (*starts(), STARTER):
+            raise UnknownNameError("name of public weights", name, (*starts(), STARTER))
         click.echo(fetch.locate(name))
     if not names:
         rows = [
@@ -38,8 +37,7 @@ def weights(names: Sequence[str]) -> None:
         ]
         headers = ("name", "AP", "epochs", "rows", "licence", "publisher", "on this machine")
         click.echo(tabulate(rows, headers, tablefmt="plain", disable_numparse=True))
-        place = f"{fetch.weights_folder()} ({fetch.HOME}), or in the cache of Hugging Face's hub"
-        click.echo(f"{STARTER} comes with the package; other files are kept in {place}")
+        click.echo(f"{STARTER} comes with the package; others are in {fetch.weights_folder()} ({fetch.HOME}) or the hub's cache")
 
 
 def _state(start: Start) -> str:

@@ -24,7 +24,6 @@ from cpvt_det.common.errors import ConfigError, UnknownNameError, config_errors,
 from cpvt_det.common.registry import IMPORT_HINT
 from cpvt_det.common.structures import has_padding
 from cpvt_det.fast import accelerate
-from cpvt_det.models import SimplePyramid
 from cpvt_det.models.backbones import masking
 from cpvt_det.models.backbones.vit import OWN_POSITIONS
 from cpvt_det.plug.attach import attach
@@ -210,7 +209,7 @@ class VisionPyramid(Backbone):
         if not stages or any(coarse - fine != 1 for fine, coarse in itertools.pairwise(stages)):
             raise ValueError(f"a pyramid has stages one after another, such as (3, 4, 5, 6, 7), got {tuple(stages)}")
         self.trunk = trunk
-        self.pyramid = SimplePyramid(trunk.channels, trunk.strides, channels, len(stages), 2 ** stages[0])
+        self.pyramid = models.SimplePyramid(trunk.channels, trunk.strides, channels, len(stages), 2 ** stages[0])
         self._shapes = {f"p{stage}": ShapeSpec(channels=channels, stride=2**stage) for stage in stages}
 
     @property

@@ -14,7 +14,7 @@ from fvcore.common.config import CfgNode
 
 from cpvt_det import builders
 from cpvt_det.checkpoint.initial import load_initial_weights
-from cpvt_det.common.errors import ConfigError, counted
+from cpvt_det.common.errors import ConfigError
 from cpvt_det.common.memory import usable_cores
 from cpvt_det.config import get_cfg, merge_checked, merge_overrides, nested
 from cpvt_det.data.coco import CocoDataset
@@ -95,8 +95,8 @@ def choose_settings(
     data, typed = describe_data(*(dataset.records for dataset in datasets)), config_of((), overrides)
     _refuse_early(typed, overrides[::2], datasets)
     machine, note = _as_it_starts(machine, typed.MODEL.BACKBONE, overrides[::2])
-    if start is not None and start.by_default and data.most_objects > start.num_queries:
-        tell(f"it has {start.num_queries} queries, too few for {counted(data.most_objects, 'object')} in an image; --start none")
+    if start is not None and (why := start.unsuited(first_plan(data, machine), data)):
+        tell(why)
         start = None
     if start is None:
         plan = first_plan(data, machine)

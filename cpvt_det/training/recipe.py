@@ -234,8 +234,13 @@ def model_choices(plan: Plan, data: DataFacts, machine: MachineFacts) -> list[Ch
     ]
 
 
+def has_small_objects(plan: Plan, data: DataFacts) -> bool:
+    """Whether one object in ten is so small on the canvas that the map of stride 8 is needed."""
+    return plan.canvas * data.sides[0] < SMALL_OBJECT
+
+
 def _backbone(plan: Plan, data: DataFacts, machine: MachineFacts) -> list[Choice]:
-    is_small = plan.canvas * data.sides[0] < SMALL_OBJECT
+    is_small = has_small_objects(plan, data)
     why = f"a tenth of the objects has sides below {plan.canvas * data.sides[0]:.0f} pixels: the map of stride 8 is "
     stages = Choice("MODEL.BACKBONE.STAGES", [3, 4, 5] if is_small else [4, 5], why + ("needed" if is_small else "not needed"))
     levels = Choice("MODEL.DETECTOR.NUM_LEVELS", len(stages.value))
@@ -277,10 +282,8 @@ def num_queries(data: DataFacts) -> int:
 def query_choices(data: DataFacts, number: int) -> list[Choice]:
     """The choices for the number of queries and detections."""
     why = f"an image has up to {data.most_objects} objects"
-    choices = [Choice("MODEL.DETR.NUM_OBJECT_QUERIES", number, why)]
-    if 11 * data.most_objects > 10 * DETECTIONS:
-        choices.append(Choice("TEST.DETECTIONS_PER_IMAGE", number, why))
-    return choices
+    kept = [Choice("TEST.DETECTIONS_PER_IMAGE", number, why)] if 11 * data.most_objects > 10 * DETECTIONS else []
+    return [Choice("MODEL.DETR.NUM_OBJECT_QUERIES", number, why), *kept]
 
 
 def input_choices(plan: Plan, data: DataFacts) -> list[Choice]:

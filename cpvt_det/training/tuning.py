@@ -22,7 +22,8 @@ from cpvt_det.checkpoint.trained import config_of_weights
 from cpvt_det.checkpoint.weights import read_weights
 from cpvt_det.common.errors import ConfigError, counted
 from cpvt_det.config import flat_items, get_cfg
-from cpvt_det.training.recipe import Choice, DataFacts, MachineFacts, Plan, input_choices, num_queries, query_choices, step_choices
+from cpvt_det.training import recipe
+from cpvt_det.training.recipe import Choice, DataFacts, MachineFacts, Plan
 
 BASE_LR, BACKBONE_LR, NEW_HEAD = 1e-4, 1e-5, 10.0
 LEAST_CANVAS = 384
@@ -67,10 +68,13 @@ class TrainedStart:
     state_names: frozenset[str]
     by_default: bool = False
 
-    @property
-    def num_queries(self) -> int:
-        """Number of its queries."""
-        return self.cfg.MODEL.DETR.NUM_OBJECT_QUERIES
+    def unsuited(self, plan: Plan, data: DataFacts) -> str:
+        """Why a new detector should be trained instead, if nobody asked for this one; else empty."""
+        if self.by_default and data.most_objects > self.cfg.MODEL.DETR.NUM_OBJECT_QUERIES:
+            return f"{self.word} has too few queries for {counted(data.most_objects, 'object')} in an image: --start none"
+        if self.by_default and self.word == STARTER and not recipe.has_small_objects(plan, data):
+            return f"{self.word} has a map for small objects; without it, steps are faster, and these are large: --start none"
+        return ""
 
     @property
     def least_canvas(self) -> int:
@@ -151,8 +155,8 @@ def tuning_choices(
     Raises:
         ConfigError: a number of queries that the start does not have, or fewer queries than an image has objects.
     """
-    queries, is_ranked = start.num_queries, start.cfg.MODEL.QUERIES.NAME == "mixed"
-    fewer = min(queries, num_queries(data)) if start.is_ours and is_ranked else queries
+    queries, is_ranked = start.cfg.MODEL.DETR.NUM_OBJECT_QUERIES, start.cfg.MODEL.QUERIES.NAME == "mixed"
+    fewer = min(queries, recipe.num_queries(data)) if start.is_ours and is_ranked else queries
     number = typed.get("MODEL.DETR.NUM_OBJECT_QUERIES", fewer)
     if number > queries or (number < queries and not is_ranked):
         most = "at most " if is_ranked else ""
@@ -170,23 +174,19 @@ def tuning_choices(
     few = "; a head and a decoder learn in few steps" if plan.freeze_at == 5 else ""
     is_frozen = start.cfg.MODEL.BACKBONE.NAME.startswith(("resnet", "timm/"))
     heads = [pair for pair in HEADS if any(name.startswith(f"{pair[0]}.") for name in start.state_names)]
+    defaults = dict(flat_items(get_cfg()))
+    own = [(f"MODEL.{key}", value) for key, value in flat_items(start.cfg.MODEL)]
+    changed = [(key, value) for key, value in own if key not in OWN and defaults.get(key, ...) != value]
     return [
         Choice("MODEL.WEIGHTS", start.word, "architecture, losses and queries below are its own"),
         Choice("MODEL.WEIGHTS_SHA256", start.sha256, "of its file"),
-        *_architecture(start.cfg),
+        *(Choice(key, list(value) if isinstance(value, tuple) else value) for key, value in changed),
         *([Choice("MODEL.BACKBONE.FREEZE_AT", plan.freeze_at, "what is frozen needs no backward pass" + few)] if is_frozen else []),
-        *query_choices(data, number),
+        *recipe.query_choices(data, number),
         *([] if start.cfg.TEST.NMS == 1 else [Choice("TEST.NMS", start.cfg.TEST.NMS)]),
-        *input_choices(plan, data),
+        *recipe.input_choices(plan, data),
         Choice("DATALOADER.NUM_WORKERS", 0 if machine.cores <= 2 else min(8, machine.cores // (2 * machine.processes))),
-        *step_choices(plan, *rates, why),
+        *recipe.step_choices(plan, *rates, why),
         Choice("SOLVER.POINTS_LR_MULTIPLIER", start.cfg.SOLVER.POINTS_LR_MULTIPLIER),
         *([] if keeps_heads else [Choice("SOLVER.LR_MULTIPLIERS", heads, "heads of classes that are new")]),
     ]
-
-
-def _architecture(cfg: CfgNode) -> list[Choice]:
-    defaults, missing = dict(flat_items(get_cfg())), object()
-    items = [(f"MODEL.{key}", value) for key, value in flat_items(cfg.MODEL)]
-    changed = [(key, value) for key, value in items if key not in OWN and defaults.get(key, missing) != value]
-    return [Choice(key, list(value) if isinstance(value, tuple) else value) for key, value in changed]

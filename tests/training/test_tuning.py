@@ -160,23 +160,32 @@ def test_without_timm_a_run_does_not_start_from_it_and_says_so(monkeypatch):
     assert told == [f"the run cannot start from the detector that comes with the package, as timm is not installed: {tuning.PIP}"]
 
 
-@pytest.mark.parametrize("word", [None, STARTER])
-def test_an_image_with_more_objects_than_its_queries_is_for_a_new_detector(monkeypatch, word):
-    """Unless the user asked for it by name."""
-    start = tuning.choose_start(word, "cpu", [], print)
-    many = replace(CELLS, most_objects=start.num_queries + 1)
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"most_objects": 151}, "starter_lite0 has too few queries for 151 objects in an image: --start none"),
+        ({"sides": (0.29, 0.4)}, "starter_lite0 has a map for small objects; without it, steps are faster, and these are large: "),
+        ({"sides": (0.28, 0.4)}, ""),  # 0.28 * 224 = 62.7 pixels
+    ],
+)
+def test_data_that_it_does_not_suit_are_for_a_new_detector_unless_the_user_names_it(monkeypatch, changed, said):
     monkeypatch.setattr(choose, "measure", lambda cfg, datasets, processes: Pace(0.2, 0.1))
-    monkeypatch.setattr(choose, "describe_data", lambda *records: many)
+    monkeypatch.setattr(choose, "describe_data", lambda *records: replace(CELLS, **changed))
     monkeypatch.setattr(choose, "_refuse_early", lambda *words: None)
-    data, told = SimpleNamespace(classes=Classes((1,), ("cell",)), records=[]), []
-    arguments = ([], [], [data, data], MachineFacts("cpu", 2), 600.0, told.append, start)
-    if word == STARTER:
+    data = SimpleNamespace(classes=Classes((1,), ("cell",)), records=[])
+
+    def values(word):
+        told, start = [], tuning.choose_start(word, "cpu", [], print)
+        choices = choose.choose_settings([], [], [data, data], MachineFacts("cpu", 2), 600.0, told.append, start)
+        return told, {choice.key: choice.value for choice in choices}
+
+    told, chosen = values(None)
+    assert told[0].startswith(said or "classes that the start knows") and (chosen.get("MODEL.WEIGHTS") == STARTER) == (not said)
+    if "most_objects" in changed:
         with pytest.raises(ConfigError, match="take another start, or --start none"):
-            choose.choose_settings(*arguments)
-        return
-    values = {choice.key: choice.value for choice in choose.choose_settings(*arguments)}
-    assert "MODEL.WEIGHTS" not in values and values["MODEL.DETR.NUM_OBJECT_QUERIES"] > start.num_queries
-    assert told[0] == f"it has {start.num_queries} queries, too few for {many.most_objects} objects in an image; --start none"
+            values(STARTER)
+    else:
+        assert values(STARTER)[1]["MODEL.WEIGHTS"] == STARTER
 
 
 def test_its_file_is_small_and_every_tensor_of_it_is_used():
@@ -185,8 +194,8 @@ def test_its_file_is_small_and_every_tensor_of_it_is_used():
     floats = [tensor for tensor in weights.state_dict.values() if tensor.is_floating_point()]
     assert {tensor.dtype for tensor in floats} == {torch.float16} and all(tensor.isfinite().all() for tensor in floats)
     trained = load_trained(STARTER, "cpu")
-    variances = [value for name, value in trained.detector.state_dict().items() if name.endswith("running_var")]
-    assert variances and all((value > 0).all() for value in variances), "none was rounded to zero"
+    norms = [module for module in trained.detector.modules() if hasattr(module, "running_var")]
+    assert norms and all((norm.running_var >= 0).all() and norm.eps == 1e-3 for norm in norms), "a variance of 0 divides by no 0"
     assert "CC BY 4.0" in weights.path.with_name("README.md").read_text(encoding="utf-8"), "the licences of its data"
     assert Predictor.from_pretrained(STARTER, "cpu").classes == trained.classes
     done = CliRunner().invoke(main, ["weights", STARTER])
