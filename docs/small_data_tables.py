@@ -164,7 +164,7 @@ def peers() -> list[Row]:
 def _detector(record: Record) -> str:
     if "chosen" not in record:
         return "FCOS"
-    return "cpvt-det train" + ("" if record["chosen"]["MODEL"].get("WEIGHTS") else " --start none")
+    return "ours, from the starter" if record["chosen"]["MODEL"].get("WEIGHTS") else "ours, from ImageNet weights"
 
 
 def by_size() -> list[Row]:
