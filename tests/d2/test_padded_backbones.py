@@ -67,10 +67,10 @@ def test_features_are_the_same_alone_and_in_a_padded_batch(kind):
 
 
 def test_the_pooling_of_the_stem_needs_a_module_of_its_own(monkeypatch):
-    from cpvt_det.d2 import backbone
+    from cpvt_det.d2 import backbones
     from cpvt_det.models.backbones.masking import InexactError
 
-    monkeypatch.setattr(backbone, "BasicStem", ())
+    monkeypatch.setattr(backbones, "BasicStem", ())
     with pytest.raises(InexactError, match="changes with the padding"):
         masked(make_body("ResNet"), (5,))
 

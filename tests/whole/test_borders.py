@@ -13,25 +13,17 @@ import cpvt_det
 PACKAGE = Path(cpvt_det.__file__).parent
 ABOVE = {"d2"}  # knows detectron2; nothing else does
 
-# What a folder or file of the lower layers may import of the package, besides its own kind.
+# What a folder of the lower layers may import of the package, besides its own kind.
 ALLOWED = {
-    "common/errors.py": set(),
-    "common/structures.py": set(),
-    "common/boxes.py": set(),
-    "common/distributed.py": set(),
-    "common/registry.py": {"errors"},
-    "common/defaults.py": set(),
-    "common/files.py": set(),
-    "common/memory.py": set(),
-    "common/class_names.py": {"errors"},
-    "ops": {"errors", "structures", "memory"},
-    "layers": {"errors", "structures", "boxes", "distributed", "ops"},
-    "position": {"errors", "structures", "registry", "layers", "defaults"},
-    "models": {"defaults", "errors", "structures", "boxes", "registry", "ops", "layers", "position"},
-    "losses": {"defaults", "errors", "structures", "boxes", "registry", "distributed"},
-    "data": {"class_names", "errors", "files", "memory", "structures", "boxes", "registry", "distributed"},
-    "evaluation": {"errors", "structures", "boxes", "layers", "losses", "models", "ops", "data", "distributed", "files", "memory"},
-    "fast": {"structures", "ops", "layers", "position", "models"},
+    "common": set(),
+    "ops": {"common"},
+    "layers": {"common", "ops"},
+    "position": {"common", "layers"},
+    "models": {"common", "ops", "layers", "position"},
+    "losses": {"common"},
+    "data": {"common"},
+    "evaluation": {"common", "layers", "losses", "models", "ops", "data"},
+    "fast": {"common", "ops", "layers", "position", "models"},
 }
 
 
@@ -93,8 +85,7 @@ import cpvt_det.layers, cpvt_det.models, cpvt_det.losses, cpvt_det.evaluation.an
 print(sorted(name for name in sys.modules if name.startswith("cpvt_det.")))
 """)
     loaded = {name.split(".")[1] for name in ast.literal_eval(output.strip().splitlines()[-1])}
-    below = {"boxes", "defaults", "distributed", "errors", "memory", "layers", "ops", "position", "registry", "structures"}
-    assert loaded <= below | {"evaluation", "losses", "models"}
+    assert loaded <= {"common", "layers", "ops", "position", "evaluation", "losses", "models"}
 
 
 def test_only_d2_imports_detectron2():
@@ -113,11 +104,11 @@ def test_only_entry_points_import_d2():
 @pytest.mark.parametrize("part", ALLOWED)
 def test_lower_layers_do_not_import_higher_ones(part):
     """So no class of theirs sees a config: only builders/, config.py and what stands above them does."""
-    files = [PACKAGE / part] if part.endswith(".py") else sorted((PACKAGE / part).rglob("*.py"))
+    files = sorted((PACKAGE / part).rglob("*.py"))
     assert files
     for path in files:
         used = {name.split(".")[1] for name in imports_of(path) if name.startswith("cpvt_det.")}
-        assert used <= ALLOWED[part] | {part.removesuffix(".py")}, path
+        assert used <= ALLOWED[part] | {part}, path
 
 
 def test_package_itself_imports_nothing_until_it_is_asked():
