@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``cpvt-det train FOLDER --start``: the detector to start from, and the rule by which it is fine-tuned.
 
-Architecture, losses and the number of queries are those of the start. So are the learning rates if the start is one of our
-detectors: a run of minutes learns more at them than at a seventh of them (docs/train.md). For detectors of other projects, the
-learning rates are those of their authors for fine-tuning.
+Architecture and losses are those of the start. If it is one of our detectors, a run takes as many of its queries as images need,
+and its learning rates, by the root of the batch: a run of minutes learns more at them than at a seventh of them (docs/train.md). Of
+other projects, the learning rates are those of their authors for fine-tuning.
 """
 
 import importlib.util

@@ -10,7 +10,6 @@ sides become 320 pixels. Classes of one name are one class. Three of a hundred i
 """
 
 import hashlib
-import json
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -28,6 +27,7 @@ from cpvt_det.builders.datasets import check_datasets
 from cpvt_det.cli import report_errors
 from cpvt_det.cli.folder import folder_config
 from cpvt_det.common.errors import BadInputError, DataError
+from cpvt_det.common.files import write_json
 from cpvt_det.data.images import open_image
 
 TABLE = Path(__file__).with_suffix(".yaml")
@@ -108,8 +108,8 @@ def main(clones: Path, output: Path) -> None:
             boxes += len(objects)
         click.echo(f"{source['name']}: {number} of {len(images)} images, {boxes} boxes")
     for name, found in splits.items():
-        text = json.dumps(found | {"categories": [{"id": number, "name": word} for word, number in ids.items()]})
-        (output / name / "_annotations.coco.json").write_text(text, encoding="utf-8")
+        categories = [{"id": number, "name": word} for word, number in ids.items()]
+        write_json(found | {"categories": categories}, output / name / "_annotations.coco.json")
         click.echo(f"{output / name}: {len(found['images'])} images, {len(found['annotations'])} boxes, {len(ids)} classes")
 
 

@@ -381,7 +381,7 @@ def test_what_the_readme_says_of_small_data_is_that_of_the_records():
         return f"{statistics.mean(json.loads(path.read_text(encoding='utf-8'))['AP50'] for path in paths):.0f}"
 
     said = (
-        f"One core reaches AP50 {reached('bccd_10m')} on 205 images of blood cells in ten minutes, {reached('cards_30m')} on 296 "
+        f"one core reaches AP50 {reached('bccd_10m')} on 205 images of blood cells in ten minutes, {reached('cards_30m')} on 296 "
         f"of playing cards in half an hour, and {reached('aquarium_2h')} on 448 of fish tanks in two hours"
     )
     require(part_of("README.md", start="## Your data"), [said])
