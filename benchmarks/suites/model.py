@@ -263,8 +263,8 @@ def encode(detector: Detector, features: list[Tensor], masks: list[Tensor], back
     return memory.detach()
 
 
-def make_inputs(shape: Shape, device: str) -> tuple[PaddedBatch, list[Targets]]:
-    """Noise for images, and objects anywhere, from a fixed seed."""
+def make_inputs(shape: Shape, device: str, stride: int = STRIDE) -> tuple[PaddedBatch, list[Targets]]:
+    """Noise for images, and objects anywhere, from a fixed seed; sides of the canvas are multiples of ``stride``."""
     generator = torch.Generator().manual_seed(0)
     targets = []
     for _ in range(shape.batch):
@@ -273,7 +273,7 @@ def make_inputs(shape: Shape, device: str) -> tuple[PaddedBatch, list[Targets]]:
         labels = torch.randint(DETR.classes, (OBJECTS,), generator=generator)
         targets.append(Targets(labels, torch.cat((centres, sides), 1)).to(device))
     images = [torch.randn(3, *size, generator=generator).to(device) for size in shape.image_sizes]
-    return PaddedBatch.from_images(images, STRIDE), targets
+    return PaddedBatch.from_images(images, stride), targets
 
 
 def make_work(shape: Shape, options: Options) -> Work:
