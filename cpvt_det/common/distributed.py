@@ -86,7 +86,7 @@ def broadcast_object(value: Any) -> Any:
 
 
 def share_buffers(module: nn.Module) -> None:
-    """Copy the buffers of the first process to all others, where running statistics of an unsynchronised batch norm differ."""
+    """Copy the buffers of the first process to all others, because running statistics of an unsynchronised batch norm differ."""
     if is_initialized():
         for buffer in module.buffers():
             dist.broadcast(buffer, 0)

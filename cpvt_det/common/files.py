@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that are there complete or not at all."""
+"""Files that are either complete or absent."""
 
 import contextlib
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this process takes of the machine, and what it may take: current and peak memory, cores; Python's garbage collector."""
+"""The machine as used by this process: current and peak memory, the memory and cores it may use, Python's garbage collector."""
 
 import contextlib
 import ctypes

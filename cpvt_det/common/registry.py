@@ -2,7 +2,7 @@
 """Registries of parts that can be chosen by name, from this package and from the user's own modules.
 
 A user's module registers a part under a name; ``--import MODULE`` on the command line imports it before the config is read, in
-every process of a run. This is a flag and never a config key: a YAML file names parts, it does not run code.
+every process of a run. This is a flag and never a config key: a YAML file names parts, but does not run code.
 """
 
 import functools
@@ -58,7 +58,7 @@ class PartRegistry(Registry):
         return super().__contains__(name) or super().__contains__(_family_of(name))
 
     def find(self, name: str) -> Callable[..., Any]:
-        """The builder of a name.
+        """The builder registered under a name.
 
         Raises:
             UnknownNameError: a name that is not registered.
@@ -71,7 +71,7 @@ class PartRegistry(Registry):
         return self.get(name)
 
     def parameters(self, name: str) -> set[str]:
-        """The keywords that the builder of a name takes.
+        """The keywords that the builder registered under a name takes.
 
         Raises:
             UnknownNameError: a name that is not registered.
@@ -96,7 +96,7 @@ class PartRegistry(Registry):
         return builder(**{fact: value for fact, value in facts.items() if fact in accepted})
 
     def with_options(self, name: str, options: Mapping[str, Any] | None = None, known: Collection[str] = ()) -> Callable[..., Any]:
-        """The builder of a name with some of its keywords set.
+        """The builder registered under a name, with some of its keywords set.
 
         Args:
             name: a registered name.

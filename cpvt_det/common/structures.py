@@ -87,7 +87,7 @@ class Targets:
 
 @dataclass
 class BoxDistributions:
-    """How sure a decoder is of each side of its boxes: logits over bins of distances.
+    """A decoder's confidence in each side of its boxes: logits over bins of distances.
 
     Attributes:
         logits: (D', B, Q, 4, N + 1) float, of the last D' layers; left, top, right and bottom.
@@ -255,7 +255,7 @@ def padding_mask_of(image_sizes: Sequence[Size], canvas: Size, device: torch.dev
 
 
 def level_padding_mask(padding_mask: Tensor, stride: int) -> Tensor:
-    """The padding mask of a feature map: a cell is valid while it starts on a valid pixel.
+    """The padding mask of a feature map: a cell is valid if it starts on a valid pixel.
 
     This gives ``ceil(size / stride)`` valid rows and columns, as many as a strided convolution gives for the image alone.
 

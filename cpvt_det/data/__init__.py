@@ -9,11 +9,11 @@ if TYPE_CHECKING:
 
 
 def read_folder(path: str | os.PathLike[str], data_format: str = "", new_split: bool = False) -> "list[CocoDataset]":
-    """The data sets that ``cpvt-det train FOLDER`` would use, for training, for validation and, if there is one, for testing.
+    """The data sets that ``cpvt-det train FOLDER`` would use, for training, validation and, if there is a test set, testing.
 
     Args:
         path: folder of images and annotations: COCO JSON, YOLO, Pascal VOC, CVAT's XML, or a registered format.
-        data_format: format to read if there are several.
+        data_format: format to read if the folder has annotations in several formats.
         new_split: whether to draw a split even if the folder has one.
 
     Returns:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Entries of COCO's ``images`` and ``annotations`` -> a table, each entry checked by ``data/validation/rules.py``.
 
-Nearly all boxes are plain: there is nothing to report about them, except perhaps a missing area or iscrowd. One expression
-recognises them, and only their numbers are stored. The full rules are applied to the other boxes alone.
+Nearly all boxes are plain: nothing needs to be reported about them, except perhaps a missing area or iscrowd. A single expression
+recognises them, and only their numbers are stored. The full rules are applied only to the other boxes.
 """
 
 import struct
@@ -28,11 +28,11 @@ from cpvt_det.data.validation.rules import (
 
 KEYS = ("id", "image_id", "category_id", "bbox", "area", "iscrowd", "source", FAULT)
 NUMBERS = frozenset((int, float))
-FACTOR = 0x9E3779B97F4A7C15  # odd, and its bits are mixed: 2^64 over the golden ratio
+FACTOR = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio: an odd number with well-mixed bits
 ROW = np.dtype(
     [("number", "i8"), ("image", "i4"), ("category", "i8"), ("flags", "i1"), ("id", "i8"), ("xywh", "f8", 4), ("area", "f8")]
 )
-"""A box that was taken: its position in the file, the index of its image, the id of its category, its flags, its id."""
+"""An accepted box: its position in the file, the index of its image, the id of its category, its flags and its id."""
 PACKED = struct.Struct("=qiqbq5d")
 CROWD, NO_AREA, NO_CROWD, NO_ID = 1, 2, 4, 8  # flags of a box
 FILLED = "annotations without area or iscrowd, filled in"
@@ -42,10 +42,10 @@ TWICE = "boxes that an image has twice, of one class, left out"
 class Entries:
     """The valid entries of a COCO JSON's sections; annotations are read a second time if they come before the images.
 
-    Images that share an id are left out, because its boxes could belong to any of them.
+    Images that share an id are left out, because a box with that id could belong to any of them.
 
     Args:
-        read: function of section names that returns all entries of these sections, each as a pair of section name and entry.
+        read: function that takes section names and returns all their entries, each as a pair of section name and entry.
         issues: collection to which all issues found are added.
 
     Attributes:
@@ -88,7 +88,7 @@ class Entries:
 
     @cached_property
     def kept(self) -> list[tuple[Id, str, int, int]]:
-        """Id, file name, height and width of each valid image; complete only after all images have been added."""
+        """Id, file name, height and width of each valid image; complete once all images have been added."""
         good = self._good
         for at, heading in enumerate(("image ids that are not unique", "images that are listed more than once")):
             if len({image[at] for image in good}) < len(good):
@@ -190,10 +190,10 @@ class Entries:
         return has_id & np.isin(taken["id"], several)
 
     def _ask_rules(self, label_of: dict[Id, int]) -> np.ndarray:
-        """Apply all rules to the annotations that are not plain, in the order of the file, and take the valid ones.
+        """Apply all rules to the annotations that are not plain, in the order of the file, and accept the valid ones.
 
         Returns:
-            (n,) bool: whether a row that was taken is valid.
+            (n,) bool: whether each accepted row is valid.
         """
         taken = np.frombuffer(self._taken, ROW)
         is_plain = _labels(taken["category"], label_of)[0] & ~self._shares_id(taken)
@@ -230,7 +230,7 @@ class Entries:
             yield number, entry | ({} if flags & NO_CROWD else {"iscrowd": flags & CROWD})
 
     def _add_clean(self, entry: dict, number: int) -> None:
-        """Take an annotation without faults, unless its box has no area or is outside the image."""
+        """Accept an annotation without faults, unless its box has no area or is outside the image."""
         image = self.index_of[entry["image_id"]]
         size = tuple(map(float, self.kept[image][2:]))
         box, why = clip_box(entry["bbox"], size)

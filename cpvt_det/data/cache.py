@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cache of a large data set, as a table that all processes of a machine share; and of what was found in its images."""
+"""Caches of a large data set: its table, which all processes of a machine share, and the issues found in its images."""
 
 import contextlib
 import hashlib
@@ -35,9 +35,9 @@ TICK = 2.0  # seconds, the coarsest time step of a file system: a file may chang
 def read_once(files: DatasetFiles, folder: Path, read: Callable[[DatasetFiles], Table]) -> Table:
     """Read a data set, or map the file in which an earlier run cached it.
 
-    The cached file is named by hashes of the source: of its path, of sizes and times of its files, and of the code that reads them.
-    It appears complete or not at all. If several processes start, one reads and the others wait. Cached files of earlier states of
-    the source are removed, except those that a process has mapped. A folder that cannot be written to costs only time.
+    The file's name contains hashes of the source's path, of the sizes and times of its files, and of the code that reads them. The
+    file is either complete or absent. If several processes start, one reads and the others wait. Cached files of earlier states of
+    the source are removed, except those that a process has mapped. If the folder cannot be written to, only time is lost.
 
     Args:
         files: files of the data set.
@@ -120,7 +120,7 @@ def _short(text: str) -> str:
 
 
 def _state_of(path: str | Path) -> list[int]:
-    """Size, modification time and change time, which no copy preserves, of a file or folder; empty if it is missing."""
+    """Size, modification time and change time of a file or folder, empty if it is missing. No copy preserves the change time."""
     with contextlib.suppress(OSError, ValueError):
         found = os.stat(path)
         return [found.st_size, found.st_mtime_ns, found.st_ctime_ns]
@@ -140,7 +140,7 @@ def hash_of_code(reader: str = "") -> str:
 
 
 class KeptLook:
-    """Cached result of looking at all image files of a data set.
+    """The cached result of looking at all image files of a data set.
 
     It is valid as long as nothing in the image folders is added, removed or renamed, and images with faults do not change. Any
     other image that is overwritten is noticed when it is read, because its size is compared then.
@@ -156,7 +156,7 @@ class KeptLook:
         self._path: Path | None = None
         self._states: dict[str, list[int]] = {}
         self._start = time.time_ns()
-        # files at URLs have nothing that shows a change, except that the index of tar files shows theirs
+        # files at URLs have nothing that shows a change, except tar files, whose index does
         if folder and len(records) >= FEW and (self._shards or not is_url(records.root)):
             self._path = Path(folder).expanduser() / f"{self._hash()}.images.json"
 
@@ -172,13 +172,13 @@ class KeptLook:
         return None
 
     def save(self, looked: Looked) -> None:
-        """Cache a result. A folder that cannot be written to costs only time."""
+        """Cache a result. If the folder cannot be written to, only time is lost."""
         if self._path is None or looked.may_pass:
             return
         places = np.flatnonzero(np.isin(self._records.image_ids, looked.faulty)).tolist()
         faulty = {path: _state_of(path) for path in map(self._records.path, places)}
         if any(state and max(state[1:]) >= self._start - TICK * 1e9 for state in faulty.values()):
-            return  # one may have changed since the look
+            return  # an image may have changed since the look
         kept = {"states": self._states, "faulty": faulty, "left_out": looked.faulty}
         try:
             write_json({**kept, "issues": looked.issues.to_json()}, self._path)

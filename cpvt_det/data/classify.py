@@ -44,8 +44,8 @@ def crop_transform(
     Raises:
         ValueError: a value out of its range.
 
-    Source: arXiv 2012.12877, table 9. Torchvision's RandAugment (arXiv 1909.13719) is not timm's ``rand-m9-mstd0.5-inc1``: its
-    magnitude has no noise. Apart from posterizing, magnitude 27 on its scale to 30 is as strong as 9 on timm's scale to 10.
+    Source: arXiv 2012.12877, table 9. Torchvision's RandAugment (arXiv 1909.13719) differs from timm's ``rand-m9-mstd0.5-inc1``:
+    its magnitude has no noise. Apart from posterizing, torchvision's magnitude 27 of 30 is as strong as timm's 9 of 10.
     """
     _require(size >= 1, f"the side of crops must be at least 1 pixel, got {size}")
     _require(0 < scale[0] <= scale[1] <= 1, f"the scale of crops must be a range of parts of the area in (0, 1], got {scale}")
@@ -70,8 +70,8 @@ def central_transform(size: int, crop_ratio: float) -> v2.Transform:
 
     Args:
         size: side of the crop in pixels.
-        crop_ratio: side of the crop as a fraction of the resized short side; 0 for no crop: the whole image, with its short side
-            resized to ``size``.
+        crop_ratio: side of the crop as a fraction of the resized short side; 0 keeps the whole image, with its short
+            side resized to ``size``.
 
     Raises:
         ValueError: a value out of its range.

@@ -39,8 +39,8 @@ class CocoDataset:
     Attributes:
         name: registered name of the data set.
         classes: ids and names of the classes.
-        records: one record per image, also for images without objects; and the boxes that count in evaluation, crowds included.
-        issues: issues of the file; images and boxes with faults are not in ``records``.
+        records: one record per image, also for images without objects, with the boxes that count in evaluation, crowds included.
+        issues: issues found in the file; images and boxes with faults are not in ``records``.
     """
 
     name: str
@@ -98,7 +98,7 @@ def read_coco(files: DatasetFiles, examples: float = EXAMPLES, cache: Path | Non
     Args:
         files: files of the data set; for COCO JSON, the images are not opened.
         examples: largest number of examples stored for each kind of issue.
-        cache: folder that caches large data sets, as in :func:`cpvt_det.data.cache.read_once`; ``None`` for none. Nothing is
+        cache: folder that caches large data sets, as in :func:`cpvt_det.data.cache.read_once`; ``None``: no cache. Nothing is
             cached if ``examples`` is not the default.
 
     Raises:
@@ -107,7 +107,7 @@ def read_coco(files: DatasetFiles, examples: float = EXAMPLES, cache: Path | Non
 
     def read_all(files: DatasetFiles) -> Table:
         table = _read(files, examples)
-        table.about["sha256"] = _digest(Records([(table, Path())]))  # takes as long as mapping the records many times
+        table.about["sha256"] = _digest(Records([(table, Path())]))  # stored, as hashing takes far longer than mapping the records
         return table
 
     with no_garbage_collection():
@@ -119,7 +119,7 @@ def read_coco(files: DatasetFiles, examples: float = EXAMPLES, cache: Path | Non
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object of a COCO JSON, which may lack annotations.
+    """The content of a COCO JSON, in which ``annotations`` may be missing.
 
     Raises:
         DataError: a file that cannot be read, or that contains something else.
@@ -188,7 +188,7 @@ def _read(files: DatasetFiles, examples: float) -> Table:
 
 
 def _require_pixels(table: Table, issues: Issues) -> None:
-    """Refuse data whose boxes all look like fractions of the image's sides, a frequent mistake; a single one may be a tiny box."""
+    """Refuse data whose boxes all look like fractions of the image's sides, a frequent mistake. A single one may be a tiny box."""
     # an image that cannot be read counts as 1 x 1
     known = np.repeat(np.maximum(table.images["height"], table.images["width"]) > 1, table.images["count"])
     boxes = table.boxes["xywh"][known]

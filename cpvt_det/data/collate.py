@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Passing the samples of a batch from a data worker to the run, as one tensor.
 
-torch would give each of their tensors a file in /dev/shm, which has 64 MB in a container, and a file descriptor; a process is often
-limited to 1024 of these.
+torch would give each of their tensors a file in /dev/shm, which holds 64 MB in a container, and a file descriptor, of which a
+process often has only 1024.
 """
 
 import io
@@ -22,7 +22,7 @@ class Packed(NamedTuple):
     """Samples packed into one tensor.
 
     Attributes:
-        content: (n,) uint8, the bytes of all tensors, then the pickled samples, in which a place stands for each tensor.
+        content: (n,) uint8, the bytes of all tensors, then the pickled samples, in which a place replaces each tensor.
         size: number of bytes of the tensors.
     """
 
@@ -49,7 +49,7 @@ def pack(samples: list[Any]) -> Packed:
 
 
 def shared_memory(size: int) -> Tensor:
-    """(size,) uint8, zeros, in memory that other processes share once the tensor is handed to them."""
+    """(size,) uint8, zeros, in memory that other processes share once the tensor is sent to them."""
     if not hasattr(os, "memfd_create"):
         return torch.zeros(size, dtype=torch.uint8).share_memory_()
     file = os.memfd_create("cpvt_det")  # a file in memory, not in /dev/shm: only memory limits its size
@@ -62,7 +62,7 @@ def shared_memory(size: int) -> Tensor:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles all but tensors, which it collects."""
+    """Pickles everything except tensors, which it collects."""
 
     def __init__(self, file: io.BytesIO):
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)

@@ -4,7 +4,7 @@
 ``images/1.jpg`` is a file, ``shards/{000000..000011}.tar/1.jpg`` a member of one of twelve tar files, and ``https://host/images/1.jpg``
 is read by fsspec, like any other URL that it knows. Tar files may be at URLs, too.
 
-All images become 8-bit RGB. They are turned as Pillow's ``ImageOps.exif_transpose`` does it: by EXIF data, by the EXIF data that
+All images become 8-bit RGB. They are turned as by Pillow's ``ImageOps.exif_transpose``: by EXIF data, by the EXIF data that
 ImageMagick writes into the text of a PNG, or by XMP. Damaged EXIF data are ignored. 16-bit pixels are reduced to their high byte,
 and transparency is dropped. Pixels without a fixed range (floats, 32-bit integers) are refused, and so are images with more pixels
 than Pillow's limit, which :data:`LIMIT` replaces.
@@ -94,7 +94,7 @@ def open_image(path: str) -> BinaryIO:
         try:
             return open(path, "rb")
         except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EINVAL):  # the last two for URLs
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EINVAL):  # the last two occur for URLs
                 raise
             return _open_elsewhere(path)
     except DataError as error:
@@ -210,7 +210,7 @@ def _turn(pixels: "Tensor", orientation: int) -> "Tensor":
 
 
 def _set_up_decoders() -> None:
-    """Let Pillow and torchvision read up to our limit of pixels, and without warnings, which ``-W error`` would turn into errors.
+    """Let Pillow and torchvision read up to our limit of pixels, without warnings, which ``-W error`` would turn into errors.
 
     Threads cannot share ``catch_warnings``. Adding the filter only once is not enough, because others, such as pytest, put theirs
     before it.
@@ -228,7 +228,7 @@ def _set_up_decoders() -> None:
 
 
 def _open(path: str, content: bytes | None = None) -> tuple[BinaryIO, bytes | None]:
-    """The open file, at its start; and its format by its first bytes, not by its suffix: ``JPEG``, ``PNG``, or ``None`` for others.
+    """The open file, at its start; and its format, judged by its first bytes: ``JPEG``, ``PNG``, or ``None`` for others.
 
     Raises:
         DataError: an empty file, or one that cannot be opened.
@@ -281,7 +281,7 @@ def _to_eight_bits(image: Image.Image) -> Image.Image:
 def _orientation(image: Image.Image) -> int:
     """The orientation of an image as Pillow finds it, in EXIF data or XMP; 1 where EXIF data are damaged.
 
-    Pillow finds only data before the pixels in a PNG that is not decoded yet, and nothing in a TIFF that is decoded.
+    In a PNG that is not decoded yet, Pillow finds only data before the pixels. In a decoded TIFF it finds nothing.
     """
     try:
         value = Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1)  # not a PNG's own, which decodes it

@@ -13,7 +13,7 @@ SPACE = re.compile(r"[ \t\n\r]*")
 
 
 class NotAStreamError(ValueError):
-    """The file must be read as a whole: it is broken, is not an object, has another value in place of a list, or a name twice."""
+    """The file must be read as a whole: it is broken, is not an object, or has a section that is not a list or a name twice."""
 
 
 def entries(path: Path, sections: Collection[str]) -> Iterator[tuple[str, Any]]:

@@ -15,9 +15,9 @@ from cpvt_det.common.errors import DataError
 IMAGES = {".apng", ".avif", ".bmp", ".dib", ".gif", ".j2c", ".j2k", ".jfif", ".jp2", ".jpc", ".jpe", ".jpeg", ".jpf", ".jpg"}
 IMAGES |= {".jpx", ".mpo", ".pbm", ".pcx", ".pgm", ".png", ".pnm", ".ppm", ".qoi", ".tga", ".tif", ".tiff", ".webp"}
 IMAGES |= {".arw", ".cr2", ".cr3", ".dng", ".heic", ".heif", ".hif", ".jxl", ".nef", ".orf", ".raf", ".rw2"}
-"""Suffixes of photographs. Which of them can be read depends on Pillow and on plugins for it."""
+"""Suffixes of photographs. Which of them can be read depends on Pillow and its plugins."""
 NOT_THE_USERS = frozenset(("__MACOSX", "@eaDir", "#recycle", "$RECYCLE.BIN", "System Volume Information"))
-"""Folders that systems add, with copies and thumbnails of the user's files."""
+"""Folders that operating systems add, with copies and thumbnails of the user's files."""
 SPLITS = ("train", "val", "test")
 SPLIT_NAMES = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
 SPLIT_NAMES |= {"testing": "test"}
@@ -53,7 +53,7 @@ def walk(top: str | Path, seen: set[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def files_below(folder: Path, split: str = "") -> Iterator[str]:
-    """Folders and files of :func:`walk`, for all splits: the paths that a format reads if its data sets are folders."""
+    """Folders and files of :func:`walk`, for any split: the paths that a format reads if its data sets are folders."""
     for place, names in walk(folder, set()):
         yield place
         yield from (os.path.join(place, name) for name in names)
@@ -139,7 +139,7 @@ def split_named(name: str) -> str:
 
 
 def few(paths: Iterable[object]) -> str:
-    """The first three of some things, for a message."""
+    """The first three items, for a message."""
     paths = list(map(str, paths))
     return ", ".join(paths[:3]) + (", ..." if len(paths) > 3 else "")
 

@@ -32,7 +32,7 @@ logger = logging.getLogger("cpvt_det")
 Draw = tuple[int, int]
 """(epoch, index of the record)."""
 
-NEWS = 5.0  # most seconds until torch notices that a worker ended; its signal ends the wait earlier
+NEWS = 5.0  # seconds within which torch notices that a worker ended; the worker's signal ends the wait earlier
 
 
 class MappedDataset(Dataset):
@@ -42,7 +42,7 @@ class MappedDataset(Dataset):
         records: records of one or more data sets.
         mapper: mapper from a record to a sample.
         seed: seed of the run.
-        closing: an epoch, counted from 0, and the mapper from that epoch on; ``None``: ``mapper`` for all epochs.
+        closing: an epoch, counted from 0, and the mapper to use from it on; ``None``: ``mapper`` for all epochs.
         patience: seconds for which an unreachable image is retried, and for which a batch waits while no data worker finishes an
             image.
 
@@ -82,7 +82,7 @@ class MappedDataset(Dataset):
                 self.at_work[worker.id, 1] = -1
 
     def reading(self, workers: Collection[int]) -> str:
-        """What the workers with these process ids are doing, for messages: ``while reading photos/1.jpg``."""
+        """Description, for messages, of what the workers with these process ids are doing: ``while reading photos/1.jpg``."""
         images = [self.records[index].file_name for pid, index in self.at_work.tolist() if pid in workers and index >= 0]
         if not images:
             return "between two images"
@@ -229,7 +229,7 @@ class SampleLoader(DataLoader):
         """The batches.
 
         Raises:
-            DeadWorkerError: no worker has finished an image for the data set's ``patience`` and some seconds more.
+            DeadWorkerError: no worker has finished an image for some seconds longer than the data set's ``patience``.
             RunStoppedError: workers that cannot be started.
         """
         try:
@@ -273,14 +273,14 @@ class SampleLoader(DataLoader):
 def evaluation_loader(
     dataset: MappedDataset, batch_size: int, num_workers: int, rank: int = 0, world_size: int = 1
 ) -> SampleLoader:
-    """A loader of every record once, spread over all processes; ``batch_size`` counts the images of this process."""
+    """A loader that reads every record once, spread over all processes; ``batch_size`` counts the images of this process."""
     draws = [(0, index) for index in range(rank, len(dataset), world_size)]
     batches = [draws[start : start + batch_size] for start in range(0, len(draws), batch_size)]
     return SampleLoader(dataset, batches, num_workers)
 
 
 def _begin_worker(worker: int) -> None:
-    """Ignore signals: Ctrl-C, and often SIGTERM, also reaches workers, which the run needs to finish its step."""
+    """Ignore signals: Ctrl-C, and often SIGTERM, also reach the workers, which the run needs to finish its step."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
     if "file_descriptor" in torch.multiprocessing.get_all_sharing_strategies():  # else each batch would be copied to /dev/shm

@@ -141,7 +141,7 @@ class Mapper:
         transform: transform of the image; with ``with_targets``, of (image, boxes, labels).
         with_targets: whether samples get targets, for training.
         augmentations: augmentations applied to training images before ``transform``, in this order.
-        records: images from which augmentations draw those that they mix in.
+        records: images from which augmentations draw the ones they mix in.
         with_pixels: whether samples without targets get ``pixels``, the untransformed image, to be cut into tiles.
     """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find files by the names that people and tools write for them, such as the image of a name or of a label file.
+"""Find files by the names that people and tools write for them, such as the image that a label file belongs to.
 
 A name is first compared letter by letter, then in each of the other ``FORMS``; the first form that matches a file decides. A match
 in any form but the first is reported.
@@ -58,7 +58,7 @@ Label Studio percent-encodes names, writes underscores for blanks, and puts eigh
 Folder = tuple[str, ...]
 """Names of folders, from the root on."""
 Ranks = dict[str, int]
-"""Path -> how far it is from the file that is meant, 0 for the best match."""
+"""Path -> rank of the match, 0 for the best."""
 
 
 class Names:
@@ -159,7 +159,7 @@ class Names:
         return self._indices[number, is_whole]
 
     def _called(self, number: int, name: str, is_stem: bool = False) -> Mapping[Folder, Sequence[str]]:
-        """Files that have a name in one form: with the name's suffix, without a suffix, or with another one."""
+        """Files that have a name in one form: with the name's suffix, without a suffix, or with a different one."""
         form, (start, suffix) = FORMS[number][1], os.path.splitext(name)
         tried = [(name, not is_stem), (name, is_stem), *([(start, False)] if suffix.lower() in IMAGES else [])]
         return next((groups for one, is_whole in tried if (groups := self._index(number, is_whole).get(form(one)))), {})
@@ -167,7 +167,7 @@ class Names:
     def _nearest(
         self, candidates: Sequence[str], folders: Sequence[str], what: str, source: Path, form: Callable[[str], str]
     ) -> str:
-        """The best of files with one name: by how many last folders match the written ones, then by split, then by distance."""
+        """The best of files with one name: by the number of last folders that match, then by split, then by distance."""
         split, around = self.listing.split_of(source, with_name=True), set(source.parent.parts)
 
         def rank(path: str) -> tuple[int, bool, int, int]:

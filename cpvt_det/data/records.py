@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images and their boxes to learn, read from tables one image at a time, on access."""
+"""Images with the boxes to learn, read from tables one image at a time, on access."""
 
 import bisect
 import itertools

@@ -63,7 +63,7 @@ class Shards:
         shard, start, size = int(self.shard_of[row]), int(self.starts[row]), int(self.sizes[row])
         path = f"{self.folder}/{self.shards[shard]}"
         if is_url(path):
-            content = fetch(path, start, start + size) if size else b""  # there is no part of 0 bytes to ask a server for
+            content = fetch(path, start, start + size) if size else b""  # a server cannot be asked for 0 bytes
             if len(content) != size:
                 came = f"{len(content)} bytes came instead of {size}"
                 raise DataError(f"{path}: {came}; it is cut off, or newer than its {INDEX}, or its server sends no parts of files")
@@ -136,7 +136,7 @@ def _read_index(pattern: str) -> Shards:
 def split_at_shards(path: str) -> tuple[str, str]:
     """The tar files of a path and the member in them; ("", path) for the path of a plain file."""
     root, found, name = path.partition(f"{TAR}/")
-    # a folder may have such a name; a path that was opened as tar files is none, and is not looked up again for each image
+    # a folder may have such a name; a path already opened as tar files is no folder, and is not looked up again for each image
     is_member = found and (root + TAR in _OPENED or is_url(path) or not os.path.isdir(root + TAR))
     return (root + TAR, name) if is_member else ("", path)
 

@@ -32,7 +32,7 @@ def decode(content: bytes) -> str:
 
 
 def composed(text: str) -> str:
-    """The text in one Unicode form, because two forms look the same."""
+    """The text in a single Unicode form, because two forms of a character look the same."""
     return unicodedata.normalize("NFC", text)
 
 

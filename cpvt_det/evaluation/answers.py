@@ -85,7 +85,7 @@ class PostProcessor:
 def without_copies(boxes_xyxy: Tensor, scores: Tensor, labels: Tensor, threshold: float) -> Tensor:
     """Scores of detections, 0 for those whose intersection over union with a better one of their class is larger than a threshold.
 
-    A box that got the score 0 suppresses no other. This takes n steps, also in exported programs, because n is small here.
+    A box whose score became 0 suppresses no other. The loop takes n steps, also in exported programs, because n is small here.
 
     Args:
         boxes_xyxy: (B, n, 4) float, in any unit.
@@ -112,7 +112,7 @@ class ClassScores:
     outputs = ("scores",)
 
     def decode(self, predictions: ClassLogits | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """(B, K) float scores of the classes, whose sum is 1; the output of an exported program, a tuple, already has them."""
+        """(B, K) float scores of the classes, whose sum is 1; the output of an exported program, a tuple, already contains them."""
         return predictions if isinstance(predictions, tuple) else (predictions.scores(),)
 
 

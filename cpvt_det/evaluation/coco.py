@@ -91,7 +91,7 @@ class CocoEvaluator(Evaluator):
 
         Raises:
             ValueError: an image that is unknown or was already added; boxes, scores or labels that differ in number, are not
-                finite or out of range. NaN scores have no order, and could give a broken model an AP of 100.
+                finite or are out of range. NaN scores have no order, and could give a broken model an AP of 100.
         """
         self.check_new(image_id)
         boxes, scores, labels = _checked_arrays(image_id, detections, len(self.class_ids))

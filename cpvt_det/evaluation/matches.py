@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Objects and detections of a test set as arrays, and their matches: the basis of thresholds, curves, confusion and report.
 
-AP itself is computed by the libraries of ``evaluation/coco.py``, not all of which return their matches. The rule here is theirs.
+AP itself is computed by the libraries of ``evaluation/coco.py``. They do not all return their matches, so their rule is repeated
+here.
 """
 
 from collections.abc import Sequence
@@ -104,8 +105,8 @@ def ground_truth_of(source: Records | dict[str, Any], class_ids: Sequence[int]) 
 class Matches:
     """The objects and the detections of a test set, both image by image, and the object of each detection.
 
-    Detections are matched by descending score, so detections with lower scores change nothing. The matches at a score threshold
-    are therefore these matches, of the detections that pass it.
+    Detections are matched by descending score, so those with lower scores do not affect the others. At a score threshold, the
+    matches are therefore those of the detections that pass it.
 
     Args:
         truth: images and their objects.
@@ -119,7 +120,7 @@ class Matches:
         objects: (A,) of ``cpvt_det.data.table.BOX``.
         image_of_object: (A,) int64, ascending: index of the image of each object.
         image_of: (n,) int64, ascending: index of the image of each detection. Detections of one image are by descending score.
-        labels, boxes, scores: the arguments, in this order.
+        labels, boxes, scores: the arguments, in the order of ``image_of``.
     """
 
     def __init__(
@@ -147,7 +148,7 @@ class Matches:
 
     @cached_property
     def same_class(self) -> np.ndarray:
-        """(n,) int64: the object of its class that each detection found, ``NOTHING`` or ``IGNORED``; counted as in AP."""
+        """(n,) int64: index of the object of its class that each detection found, ``NOTHING`` or ``IGNORED``; counted as in AP."""
         matched = self._match(same_class=True)
         if self.counted is not None:
             groups = self.image_of * (self.labels.max(initial=0) + 1) + self.labels
@@ -189,7 +190,7 @@ class Matches:
         return [Curve(count, self.scores[part], self.same_class[part] >= 0) for count, part in zip(counts, parts, strict=True)]
 
     def confusion(self, num_classes: int, threshold: float) -> np.ndarray:
-        """Count objects by their class and by the class of the detection that is matched to them, which may be another one.
+        """Count objects by their class and by the class of the detection matched to them, which may differ.
 
         Args:
             num_classes: number of classes K.

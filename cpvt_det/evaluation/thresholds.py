@@ -44,12 +44,12 @@ class Curve:
 
     @property
     def precision(self) -> np.ndarray:
-        """(n,) float64: share of right detections among those down to each score."""
+        """(n,) float64, for each detection: share of right ones among it and all before it."""
         return np.cumsum(self.right) / np.arange(1, len(self.right) + 1)
 
     @property
     def recall(self) -> np.ndarray:
-        """(n,) float64: share of the objects found by the detections down to each score; NaN without objects."""
+        """(n,) float64, for each detection: share of the objects found by it and all before it; NaN without objects."""
         return np.cumsum(self.right) / (self.num_objects or math.nan)
 
     def average_precision(self) -> float:
@@ -64,7 +64,7 @@ class Curve:
         return float(np.append(envelope, np.zeros(1))[indices].mean())
 
     def best(self) -> OperatingPoint | None:
-        """The threshold with the highest F1, the highest of several such thresholds; ``None`` if no detection is right."""
+        """The highest of the thresholds with the best F1; ``None`` if no detection is right."""
         if not self.num_objects or not self.right.any():
             return None
         ends = np.flatnonzero(np.append(self.scores[1:] != self.scores[:-1], True))  # equal scores pass a threshold together
@@ -101,7 +101,7 @@ class Thresholds:
         """The thresholds from the result of :meth:`state_dict`.
 
         Raises:
-            ValueError: something else, scores that are not in [0, 1], or another number of classes.
+            ValueError: a value of another form, scores that are not in [0, 1], or a wrong number of classes.
         """
         classes = state.get("classes") if isinstance(state, Mapping) else None
         fits = isinstance(classes, list) and len(classes) == num_classes

@@ -21,14 +21,14 @@ from cpvt_det.evaluation.answers import PostProcessor, detect
 
 MERGES = ("ios", "nms")
 SMALLEST = 32
-"""Side of the smallest tile in pixels, a cell of a detector's coarsest map; a 12-megapixel photograph then has 18,000 tiles."""
+"""Smallest side of a tile in pixels: a cell of a detector's coarsest map. A 12-megapixel photograph then has 18,000 tiles."""
 SAME = 0.5
 """Overlap above which two detections of one class, from two windows, are one object."""
 NEAR = 0.01
-"""Distance to a border within which a box touches it, as a fraction of the tile's side, because a box that was cut there seldom
-ends exactly on the border."""
+"""Distance from a border, as a fraction of the tile's side, within which a box counts as touching it. A box that was cut there
+seldom ends exactly on the border."""
 CUT = 0.5
-"""Factor on a cut object's score in the order of merging, as another window may show it whole. The score itself stays."""
+"""Factor on a cut object's score in the order of merging only, because another window may show the object whole."""
 
 
 class Window(NamedTuple):
@@ -71,14 +71,14 @@ class Tiling:
             raise UnknownNameError("way to merge tiles", self.merge, MERGES)
 
     def windows(self, height: int, width: int) -> list[Window]:
-        """The parts of an image that are looked at, the whole image first if it is among them; together they cover it."""
+        """The parts of an image to detect objects in, the whole image first if it is among them; together they cover it."""
         rows, columns = (_starts(extent, self.size, self.overlap) for extent in (height, width))
         tiles = [Window(y, x, min(self.size, height), min(self.size, width)) for y in rows for x in columns]
         return tiles if len(tiles) == 1 or not self.whole else [Window(0, 0, height, width), *tiles]
 
 
 def _starts(extent: int, size: int, overlap: float) -> list[int]:
-    """Where tiles begin along one side: as few as the overlap allows, evenly spread, the last one at the end of the image."""
+    """Start of each tile along one side: as few tiles as the overlap allows, evenly spread, the last at the end of the image."""
     if extent <= size:
         return [0]
     step = max(1, math.floor(size * (1 - overlap) + 1e-6))  # 100 * (1 - 0.9) is 9.999999999999998
@@ -100,7 +100,7 @@ def detect_tiles(
         detector: a detector in evaluation mode.
         postprocess: post-processing for the detector's classification.
         samples: samples with ``image`` as for ``detect``, and ``pixels`` (3, H, W) uint8, the image before ``prepare``.
-        prepare: function that prepares a tile for the detector as it would a whole image: it resizes it.
+        prepare: function that prepares a tile for the detector like a whole image, by resizing it.
         tiling: how images are cut and detections merged.
         batch_size: number of windows per batch.
 
@@ -133,8 +133,8 @@ def merge_windows(
     """Merge the detections of an image's windows into detections of the image, each object once.
 
     Detections are visited by descending score, halved for cut objects. Each one stays unless it shows the same object as an earlier
-    one of its class from another window. Within one window, detections are different objects to a DETR; SAHI would suppress these,
-    too, and takes the union of the boxes that it merges.
+    one of its class from another window. A DETR's detections within one window are different objects. SAHI would
+    suppress these, too, and takes the union of the boxes that it merges.
 
     Args:
         found: detections of each window, on the CPU, boxes in pixels of the window.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dropout in less than half of torch's time on a CPU: its own kernel draws the numbers, from a seed of torch's generator.
+"""Dropout in less than half of torch's time on a CPU: a kernel of ours draws the numbers, from a seed of torch's generator.
 
 On other devices, in compiled and exported programs, and without numba, torch's dropout runs.
 """
@@ -16,7 +16,7 @@ from cpvt_det.ops import routes
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 MOST = 1 - 2**-17
-"""The probability from which the kernel's 16 bits round to dropping everything."""
+"""Smallest probability that the kernel's 16 bits round to 1, which would drop everything."""
 
 
 def dropout(x: Tensor, probability: float, training: bool = True, rectify: bool = False) -> Tensor:
@@ -34,7 +34,7 @@ def dropout(x: Tensor, probability: float, training: bool = True, rectify: bool 
 
 
 def _is_own(x: Tensor, probability: float) -> bool:
-    """Whether the kernel drops numbers of ``x``."""
+    """Whether the kernel is used for ``x``."""
     is_for_kernel = routes.is_plain(x) and x.dtype in FLOATS and 0 < probability < MOST
     return is_for_kernel and routes.is_on("dropout") and _kernel() is not None
 
@@ -62,7 +62,7 @@ class _KernelDropout(torch.autograd.Function):
         (out,) = ctx.saved_tensors
         if out is None:
             return _KernelDropout.apply(grad, *ctx.arguments, False), None, None, None
-        rectified = torch.ops.aten.threshold_backward(grad, out, 0)  # positive where the input was and was kept
+        rectified = torch.ops.aten.threshold_backward(grad, out, 0)  # positive where the input was positive and kept
         return rectified.mul_(_kernel().keep_scale(ctx.arguments[0])), None, None, None
 
 

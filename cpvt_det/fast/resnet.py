@@ -28,7 +28,7 @@ class Part:
     """Images that are computed together.
 
     Attributes:
-        images: their indices in the batch.
+        images: indices of the images in the batch.
         canvas: (height, width) in pixels of their canvas, cut from the upper left corner of the batch.
     """
 
@@ -99,7 +99,7 @@ class FastMaskedOps(MaskedOps):
         return _RectifyValid.apply(x, [tuple(-(-side // stride) for side in size) for size in self.sizes])
 
     def convolve(self, convolution: nn.Conv2d, norm: nn.Module, x: Tensor, stride: int, residual: Tensor | None = None) -> Tensor:
-        """``norm(convolution(x))``, of this stride, and the residual, if any."""
+        """``norm(convolution(x))``, at this stride, plus the residual, if any."""
         if not (can_fold(convolution) and type(norm) is FrozenBatchNorm2d and not routes.is_watched(norm)):
             return super().convolve(convolution, norm, x, stride, residual)
         x = convolve(convolution, x, norm)

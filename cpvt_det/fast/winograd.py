@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""3x3 convolutions on a CPU with 4 of 9 multiplications, by Winograd's minimal filtering.
+"""3x3 convolutions on a CPU with 4 of every 9 multiplications, by Winograd's minimal filtering.
 
 A tile of 2 x 2 outputs takes 16 products per pair of channels instead of 36. A block of tiles takes 16 matrix products, with cheap
 sums before and after them. In float32 the error is between half and twice that of a direct convolution, depending on the kernel
@@ -21,14 +21,14 @@ from cpvt_det.ops import routes
 
 NARROW = 32  # channels below which the sums before and after the products cost more than the products save
 SMALL = 1 << 28
-"""Multiplications of the direct convolution below which it is the faster one on processors that run AVX-512 in halves. There, its
+"""Multiplications of the direct convolution below which it is faster on processors that run AVX-512 in halves. There, its
 speed is closer to that of matrix products than with AVX2."""
 
 
 def is_for(x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int) -> bool:
     """Whether a convolution of ``x`` has the right form and size for this method; the caller checks that the method is on."""
     is_fit = weight.shape[2:] == (3, 3) and (stride, padding, dilation, groups) == ((1, 1), (1, 1), (1, 1), 1)
-    is_whole = x.dim() == 4 and x.shape[1] == weight.shape[1] and x.dtype == weight.dtype  # otherwise torch says what is wrong
+    is_whole = x.dim() == 4 and x.shape[1] == weight.shape[1] and x.dtype == weight.dtype  # otherwise torch reports what is wrong
     if not (is_fit and is_whole):
         return False
     is_large = x[:, 0].numel() * weight.numel() >= SMALL or routes.instructions() != routes.IN_HALVES

@@ -64,7 +64,7 @@ class Attention(nn.Module):
             values: (B, N, C) float.
             padding_mask: (B, N) bool, True = padded: keys that no query sees. Every image needs a valid key.
             attention_mask: float, of a shape that broadcasts to (B, M, Q, N), added to the scores; -inf hides a key from a query.
-                Every query needs a key.
+                Every query needs a visible key.
             place: function of a position encoding, whose bias replaces ``attention_mask``.
 
         Returns:
@@ -168,7 +168,7 @@ class DeformableAttention(nn.Module):
         Args:
             queries: (B, Q, C) float.
             reference_points: (B, Q, L, 2 or 4) float, xy or cxcywh in [0, 1] of the padded map. Around a point, offsets are in
-                cells; around a box, in halves of a P-th of its sides.
+                cells; around a box, in units of its sides divided by 2 P.
             tokens: (B, N, C) float.
             levels: layout of the tokens; padded ones count as zeros.
 
@@ -209,7 +209,7 @@ class DeformableAttention(nn.Module):
 
     def _at_points(self, x: Tensor, half_a_share: bool = False) -> Tensor:
         """(..., L, 2) -> (..., 1, L * P * 2): numbers of levels repeated for every point, for all heads, in rows that are quick to
-        add and multiply; unchanged, or times half of a P-th."""
+        add and multiply; unchanged, or divided by 2 P."""
         points = self.samples[2]
         if self.points == (points,) * len(self.points):
             x = x * (0.5 / points) if half_a_share else x

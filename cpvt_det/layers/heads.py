@@ -82,7 +82,7 @@ class MLP(nn.Module):
 
 
 def class_head(channels: int, num_logits: int, prior_probability: float | None) -> nn.Linear:
-    """A linear head; a ``prior_probability``, as for sigmoids, is where every class starts.
+    """A linear head; with a ``prior_probability``, as for sigmoids, every class starts at this probability.
 
     This keeps the many negatives from swamping the first steps.
     """

@@ -82,7 +82,7 @@ class MaskedGroupNorm(nn.GroupNorm):
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
         """Normalise; arguments and result as in :meth:`MaskedBatchNorm2d.forward`."""
-        if valid is None and x[0].numel() == self.num_groups:  # one number per group, which torch's own refuses in training
+        if valid is None and x[0].numel() == self.num_groups:  # one number per group, which torch's norm refuses in training
             valid = x.new_ones(x[:, :1].shape)
         if valid is None:
             # torch 2.15's CPU kernel for channels_last loses digits where a mean is large: errors of 3e-4 instead of 4e-6.

@@ -157,7 +157,7 @@ class FocalClassification(SigmoidClassification):
     def loss(self, logits: Tensor, classes: Tensor) -> Tensor:
         """The focal loss, summed; arguments as in :meth:`SoftmaxClassification.loss`.
 
-        All logits are first taken for negatives, then the few positives are corrected. One layer at a time fits into a cache.
+        All logits are first treated as negatives, then the few positives are corrected. Layers run one by one to fit into a cache.
         """
         classes = classes[..., None]
         is_object, own = classes != self.num_classes, classes.clamp(max=self.num_classes - 1)

@@ -30,7 +30,7 @@ class Losses:
     Attributes:
         losses: name -> scalar, weighted and summed over layers; their sum is the objective.
         metrics: name -> scalar, logged only and part of no loss.
-        finite: (B,) bool, whether all predictions for an image are finite. If any image has one that is not, the losses are
+        finite: (B,) bool, whether all predictions for an image are finite. If this is False for any image, the losses are
             meaningless.
     """
 
@@ -44,8 +44,8 @@ class SetCriterion:
 
     Args:
         matcher: matcher of predictions and targets; the loss uses the same classification.
-        class_weight, l1_weight, giou_weight: weights of the three losses of DETR, the same in every layer; 0 leaves one out.
-        proposal_matches: number of proposals that each object is matched with; more than one give a stronger training signal.
+        class_weight, l1_weight, giou_weight: weights of DETR's three losses, the same in every layer; 0 leaves a loss out.
+        proposal_matches: number of proposals that each object is matched with; more than one gives a stronger training signal.
         hybrid_matches: number of queries of the hybrid branch that each object is matched with.
         losses: further losses, name -> (weight, function); the contract is that of :data:`LOSS_REGISTRY`.
         one_to_many: matcher of ``Predictions.one_to_many``, whose losses have the same divisors as those of the queries.
@@ -134,7 +134,7 @@ class SetCriterion:
         """The divisors for the images of one step; each process calls it with its own images.
 
         Gradients are averaged over the processes, so each divisor is the total divided by the number of processes. The mean over
-        processes is then the loss of the whole batch in one process. The number of boxes is taken as at least 1.
+        processes is then the loss that one process would compute for the whole batch. The number of boxes is taken as at least 1.
         """
         boxes = [len(target.labels) for target in targets]
         matched = sum(min(count, num_queries) for count in boxes)
@@ -147,7 +147,7 @@ class SetCriterion:
         return Normalizers(total_boxes / share, classes / share, (total_matched / share, total_unmatched / share))
 
     def _of_proposals(self, proposals: Predictions, targets: Sequence[Targets], normalizers: Normalizers) -> Unmatched:
-        """Proposals and their targets, in which all objects have one class, or their own if the proposals have classes."""
+        """Proposals and their targets, in which all objects have one class, or their own classes if the proposals have classes."""
         if not proposals.by_class:
             targets = [Targets(torch.full_like(target.labels, PROPOSAL_LABEL), target.boxes_cxcywh) for target in targets]
         return _repeated(proposals, targets, normalizers, self.proposal_matches)

@@ -39,7 +39,7 @@ def decoupled_distillation(matched: Matched, temperature: float = 5.0) -> Tensor
     """(D,): divergence of each layer's distributions from the last layer's, separately for queries with and without an object.
 
     The weight of a query is the overlap of its box with its object, or the last layer's score if it has no object. The two means
-    are weighted by the roots of the numbers of queries. ``None`` for predictions without distributions.
+    are weighted by the square roots of the numbers of queries. ``None`` for predictions without distributions.
     """
     made = matched.predictions.distributions
     if made is None:

@@ -83,7 +83,7 @@ class HungarianMatcher:
             For every group, min(Q, G) pairs for each layer and image, ordered by layer, image and query. If predictions are not
             finite, the pairs are meaningless but as many, so that all processes of a run go on alike and skip the step together.
         """
-        from scipy.optimize import linear_sum_assignment  # takes half a second, which prediction need not wait for
+        from scipy.optimize import linear_sum_assignment  # the import takes half a second, which prediction can save
 
         costs, matches = [self.cost(*group) for group in groups], []
         on_host = torch.cat([cost.flatten() for cost in costs]).cpu().split([cost.numel() for cost in costs])  # the one copy
@@ -101,7 +101,7 @@ class HungarianMatcher:
         return matches
 
     def cost(self, predictions: Predictions, targets: PaddedTargets) -> Tensor:
-        """(D, B, T, Q) float costs, because the solver is faster with the short side first; rows beyond a count are meaningless."""
+        """(D, B, T, Q) float costs, targets first, because the solver is faster that way; rows beyond a count are meaningless."""
         boxes, wanted = predictions.boxes, targets.boxes_cxcywh
         corners, wanted_corners = cxcywh_to_xyxy(boxes), cxcywh_to_xyxy(wanted)[None]
         arguments = (predictions.logits, targets.labels)

@@ -17,7 +17,7 @@ OVERLAP_SHARE = 0.7
 
 
 class OneToManyMatcher:
-    """Matches each object with the queries that already fit it best, as many as fit it well.
+    """Matches each object with the queries that already fit it best; their number depends on how many fit well.
 
     The score of a query and an object is 0.7 times the overlap of their boxes plus 0.3 times the probability of the object's class.
     A query counts for the object with its highest score if this score is at least the threshold, or if the query is the best one
@@ -31,7 +31,7 @@ class OneToManyMatcher:
         ValueError: fewer than one match, or a threshold outside (0, 1].
 
     Source: arXiv 2401.03989, section 3.2, and Atten4Vis/MS-DETR ``models/matcher_o2m.py``. Two things differ. A query that two
-    objects choose is matched only with the one of the higher score; that code adds both box losses, and its class target is
+    objects choose is matched only with the one that has the higher score; that code adds both box losses, and its class target is
     whichever is written last. If more than a quarter of the queries count, that code draws a quarter of them at random.
     """
 

@@ -17,10 +17,11 @@ from cpvt_det.losses.classification import (
 
 
 class OverlapClassification(SigmoidClassification):
-    """K independent sigmoids p. The loss of an object's class is the cross-entropy with ``target``, times ``weight``; that of all
-    others is the cross-entropy with 0, times ``factor`` p^``gamma``. Targets and weights count as constants, and so does p^gamma
-    unless ``is_focal``. The matching cost is the focal cost of p u^(1/2) for the overlap u: of two boxes with the same scores, the
-    better fit never costs more. The loss itself would not do as a cost, because at a low score it is lower for a worse fit.
+    """K independent sigmoids p. The loss of an object's class is the cross-entropy with ``target``, times ``weight``. For all
+    other classes it is the cross-entropy with 0, times ``factor`` p^``gamma``. Targets and weights count as constants, and so does
+    p^gamma unless ``is_focal``. The matching cost is the focal cost of p u^(1/2) for the overlap u: of two boxes with the same
+    scores, the better fit never costs more. The loss itself would not work as a cost, because at a low score it is lower for a
+    worse fit.
 
     Args:
         num_classes: K.

@@ -9,7 +9,7 @@ from cpvt_det.losses.criterion import Losses
 
 
 class ClassCriterion:
-    """Cross-entropy with smoothed shares of classes; with a teacher, half of it is with the teacher's best class.
+    """Cross-entropy with smoothed shares of classes; with a teacher, half of it is cross-entropy with the teacher's best class.
 
     Args:
         smoothing: part of the label that is spread over all classes.

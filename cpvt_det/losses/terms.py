@@ -78,8 +78,8 @@ class Matched:
 
 LOSS_REGISTRY = PartRegistry("LOSS", "loss", chosen=frozenset({"matched"}))
 """Name -> a function of a :class:`Matched`, ``matched``, and of options. It returns an unweighted loss per layer, (D,) float, or
-``None`` where it does not apply, as for proposals that lack its inputs. In the metrics of a step it is ``loss_<name>``; it also
-applies to proposals and denoising queries. ``class``, ``l1`` and ``giou`` have weights of their own, and a weight of 0 leaves them
+``None`` where it does not apply, as for proposals that lack its inputs. It also applies to proposals and denoising queries. In the
+metrics of a step it is called ``loss_<name>``. ``class``, ``l1`` and ``giou`` have their own weights, and a weight of 0 leaves them
 out; ``MODEL.CRITERION.LOSSES`` adds others."""
 
 Loss = Callable[[Matched], Tensor | None]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queries that are boxes: their positions are computed from the boxes, layer by layer; learned boxes as queries (DAB-DETR).
+"""Queries that are boxes: their positions are computed from the boxes at every layer. Learned boxes are one such source (DAB-DETR).
 
 Place in the pipeline: after the encoder, before the decoder; a query source like those of ``models/queries.py``.
 """
@@ -29,7 +29,8 @@ class BoxPositions:
         Args:
             channels: C, a multiple of 4.
             scaled_positions: whether positions are multiplied by a function of the output of the decoder layer before.
-            position_sines: whether positions are made from the sines of the boxes' numbers; ``False``: from the numbers themselves.
+            position_sines: whether positions are made from the sines of the boxes' numbers; ``False`` makes them from the numbers
+                themselves.
 
         Raises:
             ValueError: channels that are not a multiple of 4.
@@ -51,7 +52,7 @@ class BoxPositions:
             (B, Q, C).
         """
         if self.position_sines:
-            x, y, width, height = boxes.unbind(-1)  # the row before the column, as in DAB-DETR's code
+            x, y, width, height = boxes.unbind(-1)  # y comes before x, as in DAB-DETR's code
             channels = self.ref_point_head.layers[-1].out_features
             boxes = sines_of_boxes(torch.stack((y, x, width, height), -1), channels // 2)
         positions = self.ref_point_head(boxes)
@@ -67,7 +68,7 @@ class AnchorQueries(BoxPositions, nn.Module):
         num_queries: Q.
         scaled_positions: whether positions are multiplied by a function of the output of the decoder layer before.
         denoising: module that puts additional training queries before the others, such as
-            :class:`cpvt_det.models.denoising.ContrastiveDenoising`; ``None``: no such queries.
+            :class:`cpvt_det.models.denoising.ContrastiveDenoising`; ``None`` for no such queries.
 
     Raises:
         ValueError: no queries, or channels that are not a multiple of 4.
@@ -88,7 +89,7 @@ class AnchorQueries(BoxPositions, nn.Module):
         self.denoising = denoising
 
     def forward(self, memory: Tensor, levels: Levels, targets: Sequence[Targets] | None = None) -> Queries:
-        """The queries, in training with targets after denoising queries; only the batch size of the (B, N, C) memory matters."""
+        """The queries, preceded by denoising queries if there are targets; of the (B, N, C) memory, only the batch size matters."""
         batch = memory.shape[0]  # not len, which would become a constant in an exported program
         with without_autocast(memory):
             boxes = full_precision(self.refpoint_embed.weight).sigmoid().expand(batch, -1, -1)

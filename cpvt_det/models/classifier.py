@@ -96,7 +96,7 @@ class Classifier(ImageModel):
 
 
 def _mean_of_valid(tokens: Tensor, padding_mask: Tensor) -> Tensor:
-    """(B, N, C) tokens and (B, N) bool -> (B, C), the mean of the tokens that are not padded."""
+    """The mean (B, C) of those of the (B, N, C) tokens that are not padded."""
     valid = (~padding_mask).sum(1, keepdim=True).to(tokens.dtype)
     return tokens.masked_fill(padding_mask[..., None], 0).sum(1) / valid
 

@@ -168,7 +168,7 @@ class DeformableDecoderLayer(FeedForward):
 
 
 class MixedDecoderLayer(DeformableDecoderLayer):
-    """A decoder layer whose queries attend to the image before they see each other, so that each one's finding can be supervised.
+    """A decoder layer whose queries attend to the image before they see each other, so that what each one finds can be supervised.
 
     Args:
         channels, num_heads, ffn_channels, dropout, num_levels, num_points, implementation: as in
@@ -195,8 +195,8 @@ class MixedDecoderLayer(DeformableDecoderLayer):
         """One layer; arguments as in :meth:`DeformableDecoderLayer.forward`.
 
         Returns:
-            The queries (B, Q, C); and in training (B, Q, C) again, the queries before the self-attention, after a separate
-            feed-forward network. The second is ``None`` in evaluation.
+            The queries (B, Q, C), and a second tensor (B, Q, C): in training, the queries before the self-attention after they have
+            passed a separate feed-forward network. In evaluation, the second is ``None``.
         """
         attended = self.cross_attn(queries + positions, reference_points, memory, levels)
         queries = self.norm1(queries + self.dropout(attended))
@@ -223,7 +223,7 @@ class DeformableDecoder(nn.Module):
             passes to the next do not go through it.
         mixed_supervision: whether layers are :class:`MixedDecoderLayer`. In training, ``Predictions.one_to_many`` then holds the
             predictions of the queries before they see each other.
-        eval_layers: number of layers that run in evaluation, counted from the first; 0: all.
+        eval_layers: number of layers, counted from the first, that run in evaluation; 0 for all.
 
     Raises:
         ValueError: no layer, or fewer layers than ``eval_layers``.
@@ -260,7 +260,7 @@ class DeformableDecoder(nn.Module):
             Logits (D, B, Q, K') and boxes (D, B, Q, 4); in training with mixed supervision also ``one_to_many``.
         """
         decoded, positions, outputs, many = queries.content, queries.positions, [], []
-        references = start = queries.references  # where a layer looks; the boxes that it corrects
+        references = start = queries.references  # the places where a layer looks, and the boxes that it corrects
         for index, layer in enumerate(self.layers if self.training else self.layers[: self.eval_layers]):
             if index and heads.refine:
                 start = self.refine(decoded, references, outputs[-1].boxes, heads, index - 1)
@@ -275,7 +275,7 @@ class DeformableDecoder(nn.Module):
         return dataclasses.replace(_stacked(outputs), one_to_many=_stacked(many) if many else None)
 
     def refine(self, decoded: Tensor, references: Tensor, boxes: Tensor, heads: Heads, layer: int) -> Tensor:
-        """The boxes (B, Q, 4) from which the next layer starts; they have a gradient only with ``look_forward_twice``, in training.
+        """The boxes (B, Q, 4) from which the next layer starts. They have a gradient only in training with ``look_forward_twice``.
 
         Args:
             decoded: (B, Q, C) queries after this layer.
@@ -303,7 +303,7 @@ def layers_in_evaluation(num_layers: int, eval_layers: int) -> int:
 
 
 def _stacked(outputs: Sequence[Predictions]) -> Predictions:
-    """D times logits (B, Q, K') and boxes (B, Q, 4) -> (D, B, Q, K') and (D, B, Q, 4)."""
+    """Stack D logits (B, Q, K') and boxes (B, Q, 4) into (D, B, Q, K') and (D, B, Q, 4)."""
     return Predictions(torch.stack([output.logits for output in outputs]), torch.stack([output.boxes for output in outputs]))
 
 
@@ -379,11 +379,12 @@ class DeformableDETR(Detector):
         channels: C.
         num_queries: Q.
         num_logits: K', the number of logits that the classification needs for K classes.
-        num_levels: L, the backbone's maps and coarser ones, each made by a strided convolution of the level before.
+        num_levels: L, the number of the backbone's maps and of coarser levels, each made by a strided convolution of the level
+            before.
         box_refinement: whether every decoder layer corrects the boxes of the layer before, with its own heads.
         two_stage: whether the queries are the encoder's best proposals.
         mask_padding: whether padded cells are left out of the projections' norms; ``False`` matches the official code.
-        prior_probability: initial probability of every class, for sigmoids; ``None`` for softmax.
+        prior_probability: initial probability of every class if sigmoids are used; ``None`` for softmax.
         pixel_mean, pixel_std: mean and standard deviation per channel, in pixel values from 0 to 255.
         frozen: names of parts that are not trained, as in :meth:`Detector.freeze`.
         neck: user-defined neck; ``None``: :class:`MultiLevelNeck`.
@@ -435,7 +436,7 @@ class DeformableDETR(Detector):
         # Without refinement, one pair of heads serves all layers.
         heads = range(len(transformer.decoder.layers) if box_refinement else 1)
         self.class_embed = nn.ModuleList(class_head(channels, num_logits, prior_probability) for _ in heads)
-        # A first guess starts small if made from a point, and at the proposal's size if made from a proposal.
+        # A first guess made from a point starts small; one made from a proposal starts with the proposal's size.
         self.bbox_embed = nn.ModuleList(box_head(channels, 0.0 if two_stage or n else -2.0) for n in heads)
         if queries is None and two_stage:
             queries = ProposedQueries(channels, num_queries, num_logits, prior_probability)

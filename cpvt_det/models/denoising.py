@@ -23,12 +23,13 @@ NEAREST = 1e-3  # smallest distance of a noised box's numbers from 0 and 1, as i
 
 
 class ContrastiveDenoising(nn.Module):
-    """Pairs of queries for every object, in groups: a positive, to find its object again, and a negative, to find none.
+    """Groups of query pairs for every object; the positive must find its object again, and the negative must find none.
 
     For a positive, each corner of the object's box is moved by less than half a side; for a negative, by half a side to a whole
     side. The content of a query is a learned vector of the object's class, which label noise may replace by another class. Every
     group holds all objects once. Groups do not see each other, and the other queries see none of them, but every group sees the
-    other queries. An image with fewer objects than T, the largest number in the batch, is filled up with queries of zero content.
+    other queries. T is the largest number of objects in an image of the batch. An image with fewer objects is filled up with
+    queries of zero content.
 
     Random numbers are drawn from torch's global generator, which a training step seeds with the run's seed, the iteration and
     the process.
@@ -36,7 +37,7 @@ class ContrastiveDenoising(nn.Module):
     Args:
         channels: C.
         num_classes: K.
-        pairs: target number of pairs per image; it gives max(1, ``pairs`` // T) groups.
+        pairs: target number of pairs per image; the number of groups is max(1, ``pairs`` // T).
         label_noise: twice the probability that a class is replaced by a random one, as in DINO.
         box_noise: factor on the distances by which corners move.
 
@@ -73,8 +74,8 @@ class ContrastiveDenoising(nn.Module):
 
         Returns:
             The queries with 2 G T more before them, where G is the number of groups. Each group has its positives first, then its
-            negatives, both in the order of the targets. If no image has an object, none are added and the learned vectors have
-            gradients of zeros.
+            negatives, both in the order of the targets. If no image has an object, no queries are added, and the learned vectors
+            get zero gradients.
         """
         groups, size = self.count(targets)
         objects, labels, boxes = self.draw_noise(targets, queries.references.dtype)

@@ -30,7 +30,7 @@ class Memory:
 
 
 class Detector(ImageModel):
-    """Five parts and a position encoding. DETR is the case of one level and full attention.
+    """A detector of five parts and a position encoding. DETR is the case of one level and full attention.
 
     Parts are registered under the names of the official code, so that its weights fit: the neck is ``input_proj``, and the
     decoder's heads belong to the detector and not to the decoder.
@@ -92,7 +92,7 @@ class Detector(ImageModel):
         Args:
             images: (B, 3, H, W) float, normalised; values under the padding do not matter.
             padding_mask: (B, H, W) bool, True = padded.
-            targets: targets of the B images, in training, for query sources that learn from them.
+            targets: targets of the B images in training, for query sources that learn from them.
 
         Returns:
             Logits (D, B, Q, K') and boxes (D, B, Q, 4), cxcywh in [0, 1] of the unpadded image, in at least float32.

@@ -172,9 +172,9 @@ class DETR(Detector):
         channels: C.
         num_queries: Q.
         num_logits: K', the number of logits that the classification needs for K classes.
-        decoder_position: encoding of the decoder's keys; ``"same"`` uses the encoder's additive embedding, ``None`` none at all.
-            Models built from a config have sines here by default, because a PEG has no additive embedding.
-        prior_probability: initial probability of every class, for sigmoids; ``None`` for softmax.
+        decoder_position: encoding of the decoder's keys; ``"same"`` uses the encoder's additive embedding, and ``None`` uses no
+            encoding. Models built from a config have sines here by default, because a PEG has no additive embedding.
+        prior_probability: initial probability of every class if sigmoids are used; ``None`` for softmax.
         pixel_mean, pixel_std: mean and standard deviation per channel, in pixel values from 0 to 255.
         frozen: names of parts that are not trained, as in :meth:`Detector.freeze`.
         neck: user-defined neck; ``None``: :class:`ProjectionNeck`.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""D-FINE's decoder: for each side of a first box, layers refine a distribution of distances, and not the box itself.
+"""D-FINE's decoder: layers refine a distribution of distances for each side of a first box instead of the box itself.
 
 Place in the pipeline: after the queries; the losses of distributions are in ``losses/distributions.py``.
 
@@ -41,7 +41,7 @@ class Gate(nn.Module):
 
 
 class GatedDecoderLayer(DeformableDecoderLayer):
-    """A decoder layer with a gate instead of the residual of its attention to the image; that attention has no projections.
+    """A decoder layer with a gate instead of the residual of its attention to the image. That attention has no projections.
 
     Args:
         channels, num_heads, ffn_channels, dropout, num_levels, num_points, implementation: as in
@@ -101,9 +101,9 @@ class DistributionDecoder(nn.Module):
         num_layers: D, at least 1.
         layer: arguments of :class:`GatedDecoderLayer`.
         num_bins: N, even and at least 4.
-        scale: number that divides the first box's width or height to give the unit in which sides move.
-        reach: half of the farthest move of a side, in widths or heights of the first box.
-        eval_layers: number of layers that run in evaluation, counted from the first; 0: all.
+        scale: divisor of the first box's width or height; the result is the unit in which sides move.
+        reach: half of the largest distance that a side can move, in widths or heights of the first box.
+        eval_layers: number of layers, counted from the first, that run in evaluation; 0 for all.
 
     Raises:
         ValueError: no layer, fewer layers than ``eval_layers``, an odd number of bins or fewer than 4, or a scale not above 0.
@@ -120,7 +120,7 @@ class DistributionDecoder(nn.Module):
         self.layers = nn.ModuleList(GatedDecoderLayer(*layer) for _ in range(num_layers))
         self.lqe_layers = nn.ModuleList(QualityHead() for _ in range(num_layers))
         self.pre_bbox_head = box_head(layer[0], 0.0)
-        # Buffers, because weights bring their own values, which may differ from the config's.
+        # Buffers, because loaded weights contain their own values, which may differ from the config's.
         self.register_buffer("reg_scale", torch.tensor([scale]))
         self.register_buffer("up", torch.tensor([reach]))
 
@@ -141,8 +141,8 @@ class DistributionDecoder(nn.Module):
             heads: the heads of all layers.
 
         Returns:
-            Logits (D, B, Q, K') and boxes (D, B, Q, 4). In training there is one entry more, at the front: the boxes that all
-            layers start from, with the first layer's classes. The distributions of the layers are then returned too.
+            Logits (D, B, Q, K') and boxes (D, B, Q, 4). In training there is one more entry at the front: the boxes that all layers
+            start from, with the first layer's classes. The distributions of the layers are then returned too.
         """
         decoded, positions, references = queries.content, queries.positions, queries.references
         values, outputs, sides, earlier = self.values(), [], [], 0

@@ -43,7 +43,7 @@ class EncoderLayer(FeedForward):
         ffn_channels: width of the feed-forward network.
         dropout: probability, in training.
         pre_norm: norm before each part instead of after its residual.
-        activation: ``relu`` or ``gelu`` (exact), of the feed-forward network.
+        activation: activation of the feed-forward network, ``relu`` or ``gelu`` (exact).
         norm_eps: number that norms add to variances.
         drop_path: probability, in training, that an image skips the attention or the network of a layer, drawn for each separately.
         attention_bias: whether queries, keys and values have a bias.
@@ -99,7 +99,7 @@ class EncoderLayer(FeedForward):
             (B, N, C).
         """
         x = self.norm1(tokens) if self.pre_norm else tokens
-        placed = x if positions is None else x + positions  # x itself, so that attention recognises its inputs as one
+        placed = x if positions is None else x + positions  # x itself, so that attention recognises its inputs as one tensor
         x = self.self_attn(placed, placed, x, padding_mask, None, place)
         tokens = tokens + self.dropout(self.drop_path(x))
         tokens = tokens if self.pre_norm else self.norm1(tokens)

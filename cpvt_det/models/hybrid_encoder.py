@@ -51,7 +51,7 @@ class ConvNorm(nn.Module):
         Args:
             x: (B, C, H, W) float; values under the padding do not matter.
             valid: (B, 1, H, W) bool, True = valid; ``None``: nothing is padded.
-            after: mask of the output's cells, in the form of ``valid``, for a stride above 1. A level may have padding where the
+            after: mask of the output's cells, in the form of ``valid``, for a stride above 1. A level may have padding even if the
                 next one has none.
         """
         if valid is not None and max(self.conv.kernel_size) > 1:
@@ -179,7 +179,7 @@ class HybridEncoder(nn.Module):
     Args:
         num_levels: L; each level has half the height and width of the one before.
         channels: channels of the features.
-        outputs: C, channels of the tokens. If it differs from ``channels``, or with ``csp``, 1x1 convolutions produce them.
+        outputs: C, channels of the tokens. If it differs from ``channels``, or with ``csp``, 1x1 convolutions make the tokens.
         encoder: attention within the coarsest level, on ``channels`` channels.
         fusion: ``csp``, as in RT-DETR, or ``elan``, as in D-FINE.
         expansion: width of the fusion's inner layers, as a fraction of ``channels``.

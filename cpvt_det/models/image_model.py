@@ -36,7 +36,7 @@ class ImageModel(nn.Module):
         super().__init__()
         require_contract(backbone, "backbone", "strides", "channels", "size_divisibility")
         self.backbone = backbone.to(memory_format=torch.channels_last)  # faster on a CPU
-        guard_strided_1x1(self.backbone)  # these corrupt memory in this layout, in backbones of timm, detectron2 or the user
+        guard_strided_1x1(self.backbone)  # strided 1x1 convolutions corrupt memory in this layout, also in backbones of timm, detectron2 or the user
         self.frozen: tuple[str, ...] = ()
         self.register_buffer("pixel_mean", torch.tensor(pixel_mean)[:, None, None], persistent=False)
         self.register_buffer("pixel_std", torch.tensor(pixel_std)[:, None, None], persistent=False)
@@ -66,8 +66,8 @@ class ImageModel(nn.Module):
         """The images (B, 3, H, W), zero under a padding mask (B, H, W), in channels-last layout.
 
         Raises:
-            TypeError: a mask that is not bool, or weights in float16 or bfloat16, whether from ``half()`` or from such a default
-                dtype, because boxes and positions need at least float32.
+            TypeError: a mask that is not bool, or weights in float16 or bfloat16, whether from ``half()`` or from the default
+                dtype. Boxes and positions need at least float32.
             ValueError: a mask of the wrong shape.
         """
         require_bool(padding_mask)
@@ -83,7 +83,7 @@ class ImageModel(nn.Module):
         return images.masked_fill(padding_mask[:, None], 0).contiguous(memory_format=torch.channels_last)
 
     def preprocess(self, images: Sequence[Tensor]) -> PaddedBatch:
-        """Images from the mapper -> one normalised, padded batch on the model's device.
+        """Turn images from the mapper into one normalised, padded batch on the model's device.
 
         Args:
             images: each (3, h, w), RGB in [0, 255], any dtype.

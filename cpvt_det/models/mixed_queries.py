@@ -15,22 +15,23 @@ from cpvt_det.models.queries import QUERY_REGISTRY, ProposedQueries, Queries
 class MixedQueries(BoxPositions, ProposedQueries):
     """Boxes of the encoder's best proposals, with learned contents that are the same for every image.
 
-    The token of a proposal may cover a part of an object, or several objects. So only its box is used, not its features.
+    The token of a proposal may cover a part of an object, or several objects. Therefore only its box is used by default, not its
+    features.
 
     Args:
         channels, num_queries, num_logits, prior_probability, nms_threshold, class_proposals, hybrid, denoising: as
             in :class:`ProposedQueries`.
         shared_content: whether all queries share one content, so that the number of queries of a trained model can be changed;
-            ``False``: one content per query, the first for the best proposal.
-        refined_positions: whether the queries' positions follow their boxes from decoder layer to decoder layer, by a network on
-            the boxes' sines; ``False``: they stay those of the proposals.
+            ``False`` learns one content per query, the first for the best proposal.
+        refined_positions: whether a network computes the queries' positions again from the refined boxes at every decoder layer;
+            ``False`` leaves them at the positions of the proposals.
         scaled_positions: whether refined positions are multiplied by a function of the output of the decoder layer before.
         token_content: whether contents are the features of the proposals' tokens, without gradient, instead of learned.
-        position_sines: whether refined positions are made from the sines of the boxes' numbers; ``False``: from the numbers
-            themselves, as in RT-DETR.
+        position_sines: whether refined positions are made from the sines of the boxes' numbers; ``False`` makes them from the
+            numbers themselves, as in RT-DETR.
 
     Positions refer to the unpadded image. DINO's code takes them in the padded map of the finest level instead, which makes a
-    prediction depend on the batch. Without padding, both are the same.
+    prediction depend on the batch. Without padding, the two are the same.
 
     Raises:
         ValueError: as in :class:`ProposedQueries`; ``scaled_positions``, or ``position_sines`` False, without

@@ -46,7 +46,7 @@ class ProjectionNeck(nn.Conv2d):
         """Project; arguments and result as in :data:`NECK_REGISTRY`."""
         mask = level_padding_mask(padding_mask, self.strides[0])
         features = super().forward(maps[-1])
-        # Padded tokens get no attention weight, but 0 * inf would be NaN: zeros keep non-finite values out.
+        # Padded tokens get no attention weight, but 0 * inf would be NaN. Zeros keep non-finite values out.
         if has_padding(mask):
             features = features.masked_fill(mask[:, None], 0)
         return [features], Levels.from_masks([mask], full_precision(features).dtype)
@@ -54,7 +54,7 @@ class ProjectionNeck(nn.Conv2d):
 
 @NECK_REGISTRY.register_as("multi_level")
 class MultiLevelNeck(nn.ModuleList):
-    """Deformable-DETR's neck: a 1x1 convolution per backbone map; further levels by 3x3 convolutions of stride 2, one by one.
+    """Deformable-DETR's neck: a 1x1 convolution per backbone map, and 3x3 convolutions of stride 2 that make each further level.
 
     Args:
         map_channels: channels of the backbone's maps, all of which are used.

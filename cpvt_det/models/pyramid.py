@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The neck for a backbone with a single map: levels of other strides are made from that map alone."""
+"""The neck for a backbone with a single map: it makes levels of other strides from that map alone."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,8 @@ from cpvt_det.models.necks import NECK_REGISTRY
 
 @NECK_REGISTRY.register_as("simple_pyramid")
 class SimplePyramid(nn.ModuleList):
-    """ViTDet's neck: finer levels by deconvolutions of the backbone's last map, coarser ones by max pooling, all convolved twice.
+    """ViTDet's neck: deconvolutions of the backbone's last map make finer levels, max pooling makes coarser ones; all are convolved
+    twice.
 
     Args:
         map_channels: channels of the backbone's maps.
@@ -44,7 +45,7 @@ class SimplePyramid(nn.ModuleList):
 
 
 class _Level(nn.Module):
-    """One level; inputs of its layers that look across cells are zero under the padding.
+    """One level. Its layers that look across cells get inputs that are zero under the padding.
 
     Args:
         width: channels of the map.

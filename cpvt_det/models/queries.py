@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Query sources: what the decoder starts from, either learned queries or the encoder's best proposals (two stages).
+"""Query sources: the decoder starts either from learned queries or from the encoder's best proposals (two stages).
 
 Place in the pipeline: after the encoder, before the decoder.
 
@@ -27,9 +27,9 @@ FINEST_SIDE = 0.05  # side of a proposal on the finest level, as a part of the i
 
 
 QUERY_REGISTRY = PartRegistry("QUERIES", "query source")
-"""Name -> builder of a query source. It is called with the options of ``MODEL.QUERIES``, and with whichever of these its signature
-names: ``channels``, ``num_queries``, ``num_logits``, ``prior_probability`` and ``needs_references`` (whether the decoder looks
-around points).
+"""Name -> builder of a query source. It is called with the options of ``MODEL.QUERIES``, and with whichever of these arguments its
+signature names: ``channels``, ``num_queries``, ``num_logits``, ``prior_probability`` and ``needs_references`` (whether the decoder
+looks around points).
 
 The contract of a query source, an ``nn.Module``: ``num_queries``, Q; and ``forward(memory, levels, targets=None) -> Queries``. Its
 arguments are the (B, N, C) tokens of the encoder's memory, their :class:`Levels`, and in training the targets of the B images.
@@ -38,25 +38,25 @@ arguments are the (B, N, C) tokens of the encoder's memory, their :class:`Levels
 
 @dataclass
 class Queries:
-    """What the decoder starts from.
+    """The queries that the decoder starts from.
 
     Attributes:
         content: (B, Q, C) float.
         positions: (B, Q, C) float.
         references: (B, Q, 2) points or (B, Q, 4) boxes, cxcywh, in [0, 1] of the unpadded image; ``None`` where the decoder
             attends to all tokens.
-        proposals: logits (1, B, N, K') and boxes (1, B, N, 4) of all tokens, or of the chosen tokens alone, where the queries
-            were chosen from tokens.
+        proposals: logits (1, B, N, K') and boxes (1, B, N, 4) of all tokens or of the chosen tokens alone, if the queries were
+            chosen from tokens.
         attention_mask: (Q, Q) float, added to the scores of the queries' self-attention; -inf where a query must not see another.
-            ``None``: all see all.
+            ``None`` lets all queries see each other.
         num_denoising: number of denoising queries. They come first, and exist in training only, for the loss.
-        objects: (B, ``num_denoising``) int64, index of the target that each denoising query stands for; -1 if none, as for a
-            negative.
+        objects: (B, ``num_denoising``) int64, index of the target that each denoising query stands for; -1 if it stands for none,
+            as a negative does.
         groups: number of times that each target occurs in ``objects``.
-        num_hybrid: number of queries of the hybrid branch. They come last and exist in training only; the loss matches each object
+        num_hybrid: number of queries of the hybrid branch. They come last and exist in training only. The loss matches each object
             with several of them.
-        place: function from the (B, Q, 4) boxes corrected by a decoder layer and the (B, Q, C) queries that it decoded to the
-            (B, Q, C) positions in the next layer; ``None``: positions do not change.
+        place: function that takes the (B, Q, 4) boxes corrected by a decoder layer and the (B, Q, C) queries that it decoded, and
+            returns the (B, Q, C) positions in the next layer; ``None`` leaves positions unchanged.
     """
 
     content: Tensor
@@ -71,7 +71,7 @@ class Queries:
     place: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def split(self, predictions: Predictions) -> Predictions:
-        """The decoder's predictions (D, B, Q, ...), with the query groups that only the loss sees split off.
+        """Split off the predictions of the query groups that only the loss sees from the decoder's predictions (D, B, Q, ...).
 
         Raises:
             ValueError: denoising queries without their objects.
@@ -98,7 +98,7 @@ class Queries:
 
 
 class QueryEmbedding(nn.Embedding):
-    """DETR's queries: a learned position per query, the same for every image; the content starts at zero.
+    """DETR's queries: each has a learned position, which is the same for every image, and a content that starts at zero.
 
     Args:
         channels: C.
@@ -155,21 +155,21 @@ def learned_queries(channels: int, num_queries: int, needs_references: bool) -> 
 class ProposedQueries(nn.Module):
     """Every token of the memory proposes a box; the proposals that look most like objects become the queries.
 
-    Objectness is learned on the logits of class 0; the decoder predicts the classes.
+    Objectness is learned on the logits of class 0. The decoder predicts the classes.
 
     Args:
         channels: C, a multiple of 4.
         num_queries: Q.
         num_logits: K'.
-        prior_probability: probability of an object at the start.
-        nms_threshold: intersection over union with a better proposal above which a proposal is chosen only after all others
-            (as in arXiv 2212.06137); 1 switches this off.
-        class_proposals: proposals have classes and are chosen by their best class; the loss sees only the chosen ones, as in
-            DINO's code.
+        prior_probability: initial probability of an object.
+        nms_threshold: threshold of the intersection over union with a better proposal; a proposal above it is chosen only after all
+            others (as in arXiv 2212.06137). 1 switches this off.
+        class_proposals: whether proposals have classes and are chosen by their best class. The loss then sees only the chosen ones,
+            as in DINO's code.
         hybrid: number of additional queries, from the next best proposals, that exist in training only. The loss matches each
             object with several of them. The two groups do not see each other (arXiv 2207.13080, section 3).
         denoising: module that puts additional training queries before the others, such as
-            :class:`cpvt_det.models.denoising.ContrastiveDenoising`; ``None``: no such queries.
+            :class:`cpvt_det.models.denoising.ContrastiveDenoising`; ``None`` for no such queries.
 
     Raises:
         ValueError: channels that are not a multiple of 4, a threshold outside (0, 1], no queries, or a negative ``hybrid``.
@@ -214,11 +214,11 @@ class ProposedQueries(nn.Module):
         Args:
             memory: (B, N, C) float.
             levels: layout of the tokens.
-            targets: targets of the B images, in training; without them, no training-only queries are made.
+            targets: targets of the B images, in training. Without them, queries that only training uses are not made.
 
         Returns:
-            Q queries per image, whatever N is: if there are fewer tokens, empty ones are added. In training, the queries of the
-            hybrid branch come after them and the denoising queries before them.
+            Q queries per image. If there are fewer than Q tokens, empty ones are added. In training, the queries of the hybrid
+            branch come after them and the denoising queries before them.
         """
         learning = self.training and targets is not None
         hybrid = self.hybrid if learning else 0
@@ -262,8 +262,8 @@ class ProposedQueries(nn.Module):
         return nms_topk(boxes, scores, scores == PADDED_LOGIT, self.nms_threshold, count)
 
     def _propose(self, memory: Tensor, levels: Levels, count: int) -> tuple[Predictions, Tensor]:
-        """Logits (1, B, N', K') and boxes (1, B, N', 4), and the (B, N', C) tokens that they are made from; N' = max(N, ``count``),
-        so that ``count`` can be chosen."""
+        """Logits (1, B, N', K') and boxes (1, B, N', 4), and the (B, N', C) tokens that they are made from. N' is max(N,
+        ``count``), so that ``count`` proposals can be chosen."""
         missing = count - memory.shape[1]
         # An exported program takes any number of tokens; torch 2.9 cannot compile sym_max of plain numbers.
         missing = torch.sym_max(0, missing) if isinstance(missing, torch.SymInt) else max(0, missing)
@@ -282,14 +282,14 @@ class ProposedQueries(nn.Module):
 
 
 def sines_of_boxes(boxes: Tensor, channels: int) -> Tensor:
-    """The sines and cosines of the numbers of boxes.
+    """The sines and cosines of the four numbers of each box.
 
     Args:
         boxes: (..., 4) float in [0, 1].
         channels: number of sines and cosines per number of a box, even.
 
     Returns:
-        (..., 4 ``channels``), one number of the box after another.
+        (..., 4 ``channels``): all values of one number of the box, then those of the next.
     """
     return sines(boxes * (2 * math.pi), channels).flatten(-2)
 

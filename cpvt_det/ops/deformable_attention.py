@@ -94,7 +94,7 @@ def _choose(device_type: str) -> str:
 
 @functools.cache
 def _kernels(implementation: str) -> ModuleType | Exception:
-    """The module of a fused implementation, or the error of its import, which is slow and so is delayed until the first use."""
+    """The module of a fused implementation, or the error of its import; imports are slow, so they wait for the first use."""
     try:
         with no_garbage_collection():
             module = importlib.import_module(f"cpvt_det.ops.deformable_{implementation}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deformable attention in torch alone: for devices without a kernel of ours, and for exported programs.
+"""Deformable attention in torch alone: for devices without one of our kernels, and for exported programs.
 
 The first two functions sum the rows of ``value`` around a sample, weighted by distance; a corner outside the map counts as zero.
 The third leaves this to torch's own operator.
@@ -13,7 +13,7 @@ LevelShapes = list[tuple[int, int]]
 
 
 def embedding_bag_attention(value: Tensor, level_shapes: LevelShapes, locations: Tensor, weights: Tensor) -> Tensor:
-    """``ms_deform_attn`` as one weighted ``embedding_bag``, which never holds the samples."""
+    """``ms_deform_attn`` as one weighted ``embedding_bag``, which never stores the samples."""
     batch, _, heads, width = value.shape
     dtype = torch.promote_types(value.dtype, torch.float32)
     corners, factors = _corners(value.shape, level_shapes, locations.to(dtype), weights.to(dtype))

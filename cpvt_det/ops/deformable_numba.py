@@ -260,7 +260,7 @@ def backward(
 
 
 def _is_head_major(value: Tensor, num_queries: int) -> bool:
-    """Whether to copy the maps so that each head is contiguous. With many queries it pays: M times as much of a head is cached."""
+    """Whether to copy the maps so that each head is contiguous: with many queries, M times as much of a head is then cached."""
     return 2 * num_queries >= value.shape[1] and value.shape[2] > 1
 
 

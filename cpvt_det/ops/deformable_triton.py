@@ -9,9 +9,9 @@ The module can be imported without Triton, which only ``forward`` and ``backward
   of M * D values.
 - Levels are unrolled, points are not. With all L * P = 16 points unrolled, the forward took 244 registers on sm_90. With a loop
   over the points it takes 48, and five times as many warps hide the latency of its reads.
-- Level sizes are passed by value: no table on the device, no synchronisation, nothing to outlive a CUDA graph. They are passed as
-  floats (exact to 2^24), because Triton compiles again for an integer that is 1 or a multiple of 16. That would give up to
-  3^(2 L) kernels over the image sizes of one training.
+- Level sizes are passed by value: no table on the device, no synchronisation, nothing to keep alive for CUDA graphs. They are
+  passed as floats (exact to 2^24), because Triton compiles again for an integer that is 1 or a multiple of 16. That would give
+  up to 3^(2 L) kernels over the image sizes of one training.
 - Coordinates and sums are in at least float32, whatever dtype is stored. Coordinates are clamped to just outside the level before
   they become integers, so none can overflow. NaN passes the clamp and fails every bounds test, so nothing is read for it; it
   reaches the result through the bilinear weights.
@@ -96,8 +96,8 @@ def backward(
         sampling_locations: (B, Q, M, L, P, 2).
         attention_weights: (B, Q, M, L, P).
         deterministic: whether to sort the samples and sum those of each pixel in that order, instead of by atomic additions, so
-            that equal inputs give equal bits. This takes about 30 bytes more memory per sample, but in half precision no float32
-            copy of the gradient.
+            that equal inputs give equal bits. This takes about 30 bytes more memory per sample, but in half precision it saves the
+            float32 copy of the gradient.
 
     Returns:
         Gradients of value, sampling_locations and attention_weights, each in the shape and dtype of its tensor. A NaN
@@ -235,7 +235,7 @@ def _rows(queries, blocks, M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.c
 
 @_jit()
 def _tile(rows, lanes, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The mask of a tile from that of its rows. It varies by lane, which prevents vector reads, only if D is padded."""
+    """The mask of a tile, from the mask of its rows. It varies by lane, which prevents vector reads, only if D is padded."""
     mask = rows[:, None]
     if D != BLOCK_D:
         mask = mask & (lanes < D)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A check whether a program is being exported, and a loop that stays a loop in an exported program."""
+"""A check of whether a program is being exported, and a loop that stays a loop in an exported program."""
 
 from collections.abc import Callable
 
@@ -16,8 +16,8 @@ def is_exporting() -> bool:
 def in_steps(step: Callable[..., tuple[Tensor, ...]], carry: tuple[Tensor, ...], count: int) -> tuple[Tensor, ...]:
     """``carry = step(number, *carry)`` for every number below ``count``; the number is (1,) int64.
 
-    In an exported program this is torch's ``scan``, traced once and not ``count`` times. For OpenVINO to read it, everything must
-    come from ``carry``, shapes and dtypes must not change, and numbers must be rows.
+    In an exported program this is torch's ``scan``, traced once instead of ``count`` times. So that OpenVINO can read it,
+    everything must come from ``carry``, shapes and dtypes must not change, and numbers must be rows.
     """
     numbers = torch.arange(count, device=carry[0].device)[:, None]
     if not is_exporting():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How numba's kernels are compiled and run here.
+"""Compiling and running numba's kernels.
 
 Kernels release the interpreter lock and run in torch's own threads, or in a pool of Python threads if these are not available.
 numba's own threading layers either do not survive a fork or must not be called from two threads at once.
@@ -93,7 +93,7 @@ class TorchThreads:
         """``[function(item) for item in items]``; each thread takes the next free item until there is none left.
 
         Raises:
-            Exception: an exception of ``function``, after all threads have ended.
+            Exception: the exception that ``function`` raised, after all threads have ended.
         """
         waiting = iter(range(len(items)))  # taking the next item is atomic, one step of the interpreter
         results, errors = [None] * len(items), []

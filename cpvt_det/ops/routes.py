@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The choice of the kernel for an operation on a CPU, by the processor's instructions and never by its maker.
 
-``CPVT_DET_WITHOUT=winograd,rows`` in the environment switches off one or more ways of this package; torch's own way is used
+``CPVT_DET_WITHOUT=winograd,rows`` in the environment switches off one or more routes of this package; torch's own code is used
 instead. ``all`` switches off all of them.
 """
 
@@ -26,7 +26,7 @@ ROUTES = {
     "packing": ("",),
     "openmp": ("",),
 }
-"""Way -> the instruction sets on which it is used, as prefixes of the names that :func:`instructions` returns.
+"""Route -> the instruction sets on which it is used, as prefixes of the names that :func:`instructions` returns.
 
 - ``linear`` (``fast/linear.py``): linear layers by oneDNN;
 - ``pointwise`` (``fast/convolution.py``): 1x1 convolutions by oneDNN;
@@ -39,9 +39,9 @@ ROUTES = {
 - ``openmp`` (``ops/numba_threads.py``): numba's kernels in torch's own threads if these are GCC's OpenMP, else in a pool.
 """
 OWN = ("dropout", "deformable", "canvases", "packing", "openmp")
-"""Ways that use nothing of oneDNN."""
+"""Routes that do not use oneDNN."""
 OF_WIDE_UNITS = ("avx512fp16", "avx512vp2intersect", "avxvnni")
-"""Instructions by LLVM's names. Processors with AVX-512's bf16 products and full-width units have at least one of them."""
+"""Instructions under LLVM's names. Processors with AVX-512's bf16 products and full-width units have at least one of them."""
 SWITCH, ALL = "CPVT_DET_WITHOUT", "all"
 KNOWN = ("cpvt_det", "torch", "torchvision")
 """Packages whose modules may be changed; third-party modules are left alone."""
@@ -49,7 +49,7 @@ KNOWN = ("cpvt_det", "torch", "torchvision")
 
 @functools.cache
 def is_on(route: str) -> bool:
-    """Whether a way is used on this processor and is not switched off.
+    """Whether a route is used on this processor and is not switched off.
 
     Raises:
         ConfigError: a switch with a name that is not in :data:`ROUTES`.
@@ -59,7 +59,7 @@ def is_on(route: str) -> bool:
 
 
 def is_all_left_out() -> bool:
-    """Whether every way is switched off.
+    """Whether every route is switched off.
 
     Raises:
         ConfigError: a switch with a name that is not in :data:`ROUTES`.
@@ -97,8 +97,8 @@ def _flags() -> dict[str, bool]:
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether a tensor is a plain CPU tensor of torch, not traced, compiled or transformed by ``torch.func``, and no mode counts or
-    fakes operations."""
+    """Whether a tensor is a plain CPU tensor of torch, is not traced, compiled or transformed by ``torch.func``, and no active mode
+    counts or fakes operations."""
     if torch.compiler.is_compiling() or x.device.type != "cpu" or type(x) not in (Tensor, nn.Parameter):
         return False
     is_watched = torch.jit.is_tracing() or _get_current_dispatch_mode() is not None
@@ -116,9 +116,9 @@ def is_known(module: nn.Module) -> bool:
 
 
 def takes(route: str, x: Tensor) -> bool:
-    """Whether a float32 way may be used for ``x``, which must be plain and not empty, without autocast.
+    """Whether a float32 route may be used for ``x``, which must be plain and not empty, without autocast.
 
-    ``torch.backends.mkldnn.enabled = False`` switches off all ways that are checked here.
+    ``torch.backends.mkldnn.enabled = False`` switches off all routes that are checked here.
     """
     if not is_plain(x) or x.dtype != torch.float32 or x.numel() == 0:
         return False

@@ -12,7 +12,7 @@ NARROW = 16
 
 For the weight's gradient in channels last, oneDNN gathers the cells of the stride into memory for ``cells * channels`` numbers, but
 writes each cell at ``cell * block``. That is past the end if there are fewer channels than in a block, which has 16 with AVX-512
-and 8 with AVX2 (``tests/upstream/strided_1x1.py``). Skipping cells first, and then convolving with a stride of 1, is the same sum.
+and 8 with AVX2 (``tests/upstream/strided_1x1.py``). Skipping cells first, then convolving with a stride of 1, gives the same sum.
 
 Source: oneDNN ``jit_avx512_common_1x1_convolution.cpp`` (``rp.ws``), ``jit_uni_1x1_conv_utils.hpp``; its issue 6035."""
 
@@ -23,7 +23,7 @@ def guard_strided_1x1(network: nn.Module) -> None:
     Only the ``forward`` of a convolution is replaced; its class, attributes, parameters and hooks stay.
 
     Args:
-        network: any network, whoever wrote it.
+        network: any network, ours or third-party.
     """
     for module in network.modules():
         if isinstance(module, nn.Conv2d) and needs_guard(module):
@@ -43,5 +43,5 @@ def needs_guard(convolution: nn.Conv2d) -> bool:
 
 
 def skip_cells(x: Tensor, stride: Sequence[int]) -> Tensor:
-    """The cells of (..., H, W) at which a strided kernel of one cell looks."""
+    """The cells of (..., H, W) that a strided 1x1 kernel reads."""
     return x[..., :: stride[0], :: stride[1]]

@@ -20,14 +20,14 @@ FACTS = ("channels", "num_levels", "num_layers", "num_heads", "ffn_channels")
 
 
 class PositionRegistry(PartRegistry):
-    """Encodings by name. ``<one>+<PEG>`` combines any encoding with a PEG, as in ``table+peg_plain``. It takes the options of each
-    under the name of each: ``{"table": {"grid": (7, 7)}}``."""
+    """Encodings by name. ``<one>+<PEG>`` combines any encoding with a PEG, as in ``table+peg_plain``. The options
+    of each are given under its name: ``{"table": {"grid": (7, 7)}}``."""
 
     def __contains__(self, name: str) -> bool:
         return super().__contains__(name) or self._is_sum(name)
 
     def find(self, name: str) -> Callable[..., nn.Module]:
-        """The builder of a name.
+        """The builder registered under a name, or that of a sum.
 
         Raises:
             UnknownNameError: a name that is neither registered nor a sum of two registered names.
@@ -35,7 +35,7 @@ class PositionRegistry(PartRegistry):
         return functools.partial(self._build_sum, *name.split("+")) if self._is_sum(name) else super().find(name)
 
     def parameters(self, name: str) -> set[str]:
-        """The keywords that the builder of a name accepts."""
+        """The keywords that the builder found under a name accepts."""
         return {*name.split("+"), *FACTS} if self._is_sum(name) else super().parameters(name)
 
     def _is_sum(self, name: str) -> bool:

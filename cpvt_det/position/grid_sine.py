@@ -61,7 +61,7 @@ class ScrambledSineEncoding(GridSineEncoding):
     """
 
     def cells(self, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """The numbers that stand for row and column of every cell."""
+        """The numbers used as row and column of every cell."""
         rows, columns = super().cells(mask)
         height, width = ((~mask).any(dim).sum(1).clamp(min=1)[:, None, None] for dim in (2, 1))
         number = rows * width + columns

@@ -23,12 +23,13 @@ class PEGDetection(nn.Module):
         channels: C.
         kernel_size: k, odd.
         norm: ``BN``, ``SyncBN``, ``GN`` or ``none``.
-        mask_input: zero the padded tokens before the convolution and leave them out of the norm's statistics, so that an
-            image's tokens do not depend on its padding. ``False`` computes as the authors do: padded tokens leak into their
+        mask_input: whether to zero the padded tokens before the convolution and leave them out of the norm's statistics, so that
+            an image's tokens do not depend on its padding. ``False`` computes as the authors do: padded tokens leak into their
             neighbours and into the statistics, and only the outputs at padded tokens are restored.
-        zero_init: multiply the branch by a scale per channel that starts at 0, so that a trained model starts unchanged. The
-            scale comes after the activation, because a zero before the ReLU would have no gradient.
-        plain: use the form of CPVT's classifiers, with the norm ``none``, a bias in the convolution and no ReLU; 10 C weights.
+        zero_init: whether to multiply the branch by a scale per channel that starts at 0, so that a trained model starts
+            unchanged. The scale comes after the activation, because a zero before the ReLU would have no gradient.
+        plain: whether to use the form of CPVT's classifiers, with the norm ``none``, a bias in the convolution and no ReLU;
+            10 C weights.
 
     Raises:
         ValueError: a kernel size that is not odd and positive, or fewer than one channel.
@@ -61,7 +62,7 @@ class PEGDetection(nn.Module):
             self.register_parameter("scale", None)
 
     def forward(self, tokens: Tensor, padding_mask: Tensor, *level_shapes: Size) -> Tensor:
-        """Add the encoding to the tokens of one or several maps; each map is convolved separately, the norm looks at all of them.
+        """Add the encoding to the tokens of one or several maps. Each map is convolved separately; the norm covers all of them.
 
         Args:
             tokens: (B, N, C) float, row by row, the levels one after another.
@@ -166,11 +167,11 @@ class PEGEncoding(PositionEncoding):
         peg: builder of one PEG from the channels and the last four arguments: :class:`PEGDetection` or one of
             ``studies/ablations.py``.
         positions: the layers after which a PEG acts; -1 is before the first. 0, the default, is CPVT's choice.
-        share_levels: use one PEG for all levels at a position, whose norm looks at all of them, instead of one per level.
+        share_levels: whether all levels at a position share one PEG, whose norm covers all of them, instead of one per level.
         kernel_size: side of the convolution's kernel, odd.
         norm: norm after the convolution: BN, SyncBN, GN or none.
-        mask_input: keep padded tokens out of convolution and statistics; ``False``: as in the authors' code.
-        zero_init: start as the identity, to fine-tune trained weights.
+        mask_input: whether to keep padded tokens out of convolution and statistics; ``False``: as in the authors' code.
+        zero_init: whether to start as the identity, to fine-tune trained weights.
 
     Raises:
         ValueError: positions outside [-1, ``num_layers`` - 1], repeated positions, or no position.

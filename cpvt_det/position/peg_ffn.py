@@ -20,7 +20,7 @@ class FeedForwardPEGEncoding(PositionEncoding):
         num_layers: number of encoder layers; each has a convolution.
         ffn_channels: F.
         kernel_size: side of the convolution's kernel, odd.
-        zero_init: start as the identity, to fine-tune trained weights.
+        zero_init: whether to start as the identity, to fine-tune trained weights.
 
     Raises:
         ValueError: a kernel size that is not odd and positive, or in ``feed`` more than one level.

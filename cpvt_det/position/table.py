@@ -20,9 +20,9 @@ class TableEncoding(PositionEncoding):
 
     Args:
         channels: C.
-        grid: (height, width) of the table; an image with exactly these cells gets the table itself, bit for bit.
-        antialias: interpolate like torch's bicubic interpolation with ``antialias=True``, as timm does; ``False``: without it, as
-            in DeiT's fine-tuning. The two also differ when the table is enlarged.
+        grid: (height, width) of the table; an image with exactly this grid gets the table itself, bit for bit.
+        antialias: whether to interpolate like torch's bicubic interpolation with ``antialias=True``, as timm does; ``False``:
+            without it, as in DeiT's fine-tuning. The two also differ when the table is enlarged.
 
     Raises:
         ValueError: a grid without cells.
@@ -60,7 +60,7 @@ def interpolate(table: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def cubic_weights(extents: Tensor, side: int, size: int, dtype: torch.dtype, antialias: bool = False) -> Tensor:
-    """Bicubic interpolation along one axis as one matrix per image, so that it is a product and needs no loop over images.
+    """Bicubic interpolation along one axis as one matrix per image, so that it becomes a product without a loop over images.
 
     Args:
         extents: (B,) int, number of valid cells along the axis.

@@ -118,27 +118,25 @@ def test_the_first_screen_of_the_study_s_page_is_that_of_the_records(encodings):
     ]
     phrases = [
         *headlines(encodings),
-        f"{encodings.on_size(EACH, 'longer/peg', 'size_1')} on the second set",
+        f"one PEG alone by {encodings.on_size(EACH, 'longer/peg', 'size_1')} and sine by",
         f"all {len(encodings.on_sweeps)} differences",
         f"One PEG loses {encodings.on_size('longer/peg', 'longer/sine', 'size_2')}",
-        f"Of {len(encodings.of_ap)} differences of AP at the sizes of training, {without_zero} have a paired p below 0.05",
+        f"Of {len(encodings.of_ap)} AP differences at the training sizes, {without_zero} have a paired p below 0.05",
         f"alone (+{encodings.difference(ALONE, 'longer/peg')}, p {alone[0]:.3f}; unpaired {alone[1]:.3f})",
         f"({place[EACH]:.3f} and {place['longer/sine']:.3f})",
         f"over `none` (+{encodings.difference('ablations/12 of 1x1', 'ablations/detr/none')})",
         f"one PEG (+{encodings.difference('ablations/detr/peg', 'ablations/detr/none')})",
         f"{encodings.cpu_seconds('longer/sine')} CPU seconds with sine, {encodings.cpu_seconds('longer/peg')} with one PEG",
         f"{encodings.cpu_seconds('longer/sine+peg')} with both",
-        f"{encodings.cpu_seconds(EACH)} with a PEG after each layer beside sine",
-        f"{encodings.cpu_seconds(ALONE)} with those alone",
-        f"{min(growth):.1f} to {max(growth):.1f} times from 4,000 to 8,000 iterations",
+        f"{encodings.cpu_seconds(EACH)} with sine and a PEG after each layer",
+        f"{encodings.cpu_seconds(ALONE)} with a PEG after each layer alone",
+        f"{min(growth):.1f} to {max(growth):.1f} from 4,000 to 8,000 iterations",
     ]
     require(text, phrases)
 
 
 def test_what_one_section_says_of_p_is_that_of_the_records(encodings):
-    text = part_of(
-        "docs/position_encodings.md", start="- **Beside sine it has the highest mean of the DETRs of", end="\n## After half"
-    )
+    text = part_of("docs/position_encodings.md", start="- **Added to sine it has the highest mean of the", end="\n## After half")
     by_seed, by_welch = encodings.p_over_study(EACH, "longer/sine")
     second = [encodings.values(name, "measured", "sweeps", "size", "size_1") for name in (EACH, "longer/sine")]
     ranges = [f"{min(found):.1f} to {max(found):.1f}" for found in (encodings.values(n).values() for n in (EACH, "longer/sine"))]
@@ -229,7 +227,7 @@ def test_who_is_first_in_the_quickstart_is_that_of_the_records(quickstart):
     }
     by_seed = dict(zip(pairs, holm([paired(*pair)[2] for pair in pairs.values()]), strict=True))
     remain = {name: p for name, p in by_seed.items() if p < 0.05}
-    text = part_of("docs/results.md", start="- **That PEG is faster is not settled.**", end="- At 50 its lead")
+    text = part_of("docs/results.md", start="- **Whether PEG is faster is not settled.**", end="- At 50 its lead")
     both, none = remain.pop(("sine_offset+peg", 40)), remain.pop(("none", 35))
     assert not remain and min(unpaired(*pair) for pair in pairs.values()) > 0.05
     welch = [unpaired(*pairs[name, 40]) for name in ("sine_offset+peg", "none")]
@@ -260,7 +258,7 @@ def test_what_is_said_of_the_mechanisms_is_what_the_records_say(mechanisms):
     middle = [_at_half(mechanisms, name) for name in ("average/average", "pairs/40 pairs")]
     hours = sum(_seconds(study) for study in ("mechanisms", "bccd")) / 3600
     phrases = [
-        f"for the seeds {_listed(runs['together'])} the shipped one had {_listed(shipped)}",
+        f"by seed it has {_listed(runs['together'])}, and with NMS {_listed(shipped)}",
         f"{gains[0]:.1f} and {gains[1]:.1f} above `today`",
         f"at half of the time the lead is {early[0]:.1f} and {early[1]:.1f}",
         f"where it has {shipped[0]:.1f}: two images a step {further['two images']:.1f}",

@@ -11,8 +11,8 @@ from cpvt_det.data.augmentation.contract import AUGMENTATION_REGISTRY, DrawScene
 from cpvt_det.data.augmentation.step import clip_to_visible
 
 THIN = 2
-"""Smallest side of a corner in pixels, because torch 2.14 fails to resize to 1 x 1. A canvas that is not
-at least two such corners wide and high is not changed."""
+"""Smallest side of a corner in pixels, because torch 2.14 fails to resize to 1 x 1. A canvas less
+than two such corners wide or high is left unchanged."""
 
 
 class Mixing:
@@ -40,7 +40,7 @@ class Mosaic(Mixing):
     Args:
         p: probability.
         center: range of the point where the four images meet, as fractions of the canvas's sides.
-        zoom: range of the magnification; at 1 as much of an image is shown as its corner can hold.
+        zoom: range of the magnification; at 1, a corner shows as much of its image as it can hold.
         min_visible: as in :func:`clip_to_visible`, for objects at the borders of windows.
 
     Raises:
@@ -134,7 +134,7 @@ def _uniform(bounds: Sequence[float]) -> float:
 
 
 def _below(end: int) -> int:
-    """A random number from 0 to end - 1."""
+    """A random integer from 0 to end - 1."""
     return int(torch.randint(end, ()))
 
 

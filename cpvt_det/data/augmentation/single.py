@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torchvision's augmentations of a single image, under the names that they have there.
+"""torchvision's augmentations of a single image, under torchvision's names.
 
 Left out are those after which boxes no longer match the pixels (``RandomErasing``; ``ElasticTransform``, which moves only corners),
 those that refuse boxes, and those with their own config keys: mirroring, resizing.
@@ -44,7 +44,7 @@ PLACES = (
     "ScaleJitter",
 )
 GROUPS = ("RandomApply", "RandomChoice", "RandomOrder")
-"""Augmentations of other augmentations: their option ``transforms`` is a list like ``INPUT.AUGMENTATIONS``."""
+"""Augmentations that wrap other augmentations: their option ``transforms`` is a list like ``INPUT.AUGMENTATIONS``."""
 MODES = {mode.value: mode for mode in v2.InterpolationMode}
 
 
@@ -69,19 +69,19 @@ for _name in (*COLOURS, *PLACES, *GROUPS):
 
 @AUGMENTATION_REGISTRY.register_as("RandomIoUCrop")
 class RandomIoUCrop(v2.RandomIoUCrop):
-    """torchvision's crop of SSD, changed to end for every image, and to remove boxes by the same rule as all other augmentations.
+    """torchvision's SSD crop, changed so that it ends for every image, and removes boxes by the same rule as other augmentations.
 
     torchvision's own version removes each box whose centre is outside the crop, however much of the object is still visible.
 
     Args:
         min_scale, max_scale: sides of the crop as fractions of the image's sides.
-        min_aspect_ratio, max_aspect_ratio: width over height of the crop, in pixels, regardless of the image's.
+        min_aspect_ratio, max_aspect_ratio: width over height of the crop, in pixels, regardless of the image's own ratio.
         sampler_options: overlaps, one drawn per image, that a crop must have with at least one box; at 1 the image stays whole.
             ``None``: 0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.
         trials: number of crops that are tried for an overlap, before another overlap is drawn.
 
     Raises:
-        ValueError: ``sampler_options`` without 1; some images have no such crop, and trying would never end.
+        ValueError: ``sampler_options`` without 1; for some images no other overlap can be met, and the search would never end.
 
     Source: arXiv 1512.02325, section 2.2.
     """
@@ -100,7 +100,7 @@ class RandomIoUCrop(v2.RandomIoUCrop):
             raise ValueError(f"sampler_options must contain 1, which keeps the image whole, got {list(self.options)}")
 
     def forward(self, image: Tensor, boxes: Tensor, labels: Tensor) -> Scene:
-        """Crop; an image without boxes stays whole, as torchvision decides after many trials."""
+        """Crop; an image without boxes stays whole at once, which torchvision decides only after many trials."""
         return super().forward(image, boxes, labels) if len(boxes) else (image, boxes, labels)
 
     def transform(self, inpt: Any, params: dict[str, Any]) -> Any:

@@ -20,7 +20,7 @@ def clip_to_visible(boxes: Tensor, size: tuple[int, int], min_visible: float) ->
     """Clip boxes to an image, and mark the ones to keep.
 
     A box is removed if it has no area, if less than ``min_visible`` of its area is inside, or if it is cut to less than a pixel in
-    one direction. A box that is wholly inside stays, however small, because resizing keeps it, too.
+    one direction. A box that is wholly inside stays, however small, because resizing keeps such boxes, too.
 
     Args:
         boxes: (G, 4) float, xyxy in pixels, which may reach beyond the image.
@@ -82,7 +82,7 @@ class AugmentationStep:
         min_visible: as in :func:`clip_to_visible`.
 
     Attributes:
-        mixes: whether it shows more than one image.
+        mixes: whether the result shows more than one image.
     """
 
     def __init__(self, name: str, augment: Callable[..., Scene], min_visible: float):

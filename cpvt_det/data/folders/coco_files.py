@@ -29,7 +29,7 @@ def read_coco_files(listing: Listing, files: Sequence[Path]) -> Sections:
     for path in files:
         read, split, image_ids = read_json(path), listing.split_of(path, with_name=True), {}
         for number, image in enumerate(_objects(read, path, "images")):
-            new_id = image_ids.setdefault(str(_whole(image.get("id"))), len(images) + 1)  # an id used twice stays so
+            new_id = image_ids.setdefault(str(_whole(image.get("id"))), len(images) + 1)  # duplicate ids stay duplicates
             images.append({"id": new_id, **_image(image, number, path, names), "split": split})
             other = file_of.setdefault((split, images[-1]["file_name"]), path)
             if other != path:
@@ -46,7 +46,7 @@ def read_coco_files(listing: Listing, files: Sequence[Path]) -> Sections:
 
 def _image(image: dict[str, Any], number: int, path: Path, names: Names) -> dict[str, Any]:
     """The entry of an image, without id."""
-    url = image.get("coco_url")  # LVIS has nothing else
+    url = image.get("coco_url")  # LVIS has no file_name
     written = image.get("file_name") or (url.rpartition("/")[2] if isinstance(url, str) else image.get("file_name"))
     entry = {side: image[side] for side in ("height", "width") if side in image}
     if isinstance(written, str):
@@ -86,7 +86,7 @@ def _annotation(annotation: dict[str, Any], number: int, path: Path, ids: dict[s
 
 
 def _whole(value: Any) -> Any:
-    """Convert an id such as 1.0, which pandas writes and pycocotools treats as 1, or "1" to an integer."""
+    """Convert an id such as "1", or 1.0 as written by pandas and treated as 1 by pycocotools, to an integer."""
     is_whole = value.isdecimal() if isinstance(value, str) else isinstance(value, float) and value.is_integer()
     return int(value) if is_whole else value
 

@@ -42,9 +42,9 @@ class Layout:
     Attributes:
         format: name of the format: coco, yolo, voc, cvat, or one that the user registered.
         what: the files that are read, for the log.
-        places: files of the folder's own splits, ``train`` and at least one other, as a config can name them; empty if it has none.
+        places: files of the folder's own splits, ``train`` and at least one other, as a config can name them; may be empty.
         read: function that reads all images at once.
-        notes: remarks on what was found but is not read, a line each.
+        notes: remarks on what was found but is not read, one line each.
     """
 
     format: str
@@ -59,13 +59,13 @@ def find_layout(listing: Listing, wanted: str = "") -> Layout:
 
     Args:
         listing: files of the folder.
-        wanted: format to read if there are several; empty for the only one.
+        wanted: format to read if the folder has annotations in several formats; empty for the only one.
 
     Raises:
         DataError: no annotations, or several formats at once.
         UnknownNameError: a format that does not exist.
     """
-    own = [name for name in FORMAT_REGISTRY.names if name not in ("yolo", "voc", "image_folder")]  # the last has no boxes
+    own = [name for name in FORMAT_REGISTRY.names if name not in ("yolo", "voc", "image_folder")]  # image_folder has no boxes
     if wanted and wanted not in (*FINDERS, *own):
         raise UnknownNameError("data format (--format)", wanted, (*FINDERS, *own))
     found = [layout for name in own if wanted in ("", name) and (layout := _own_layout(listing, name))][-1:]
@@ -229,11 +229,11 @@ def _cvat(listing: Listing) -> Layout | None:
 
 
 FINDERS: dict[str, Callable[[Listing], Layout | None]] = {"coco": _coco, "yolo": _yolo, "voc": _voc, "cvat": _cvat}
-"""Name of a format -> function that finds its layout in a folder; ``None`` if the folder does not have this format."""
+"""Name of a format -> function that finds its layout in a folder, or returns ``None`` if the folder is not in this format."""
 
 
 def _contains(path: Path, *words: str) -> bool:
-    """Whether a file has all of these words; in the ends of a large file, one of them and COCO's ``image_id`` are enough."""
+    """Whether a file contains all of these words; for the ends of a large file, one of them and COCO's ``image_id`` suffice."""
     ends, is_whole = ends_of(path, HEAD), path.stat().st_size <= 2 * HEAD
     return all(word in ends for word in words) if is_whole else any(word in ends for word in words) and '"image_id"' in ends
 

@@ -34,7 +34,7 @@ class FolderData:
 
     Attributes:
         register: entries of ``DATASETS.REGISTER``; their names end in ``_train``, ``_val`` and, if there is one, ``_test``.
-        notes: remarks on what was found and done, a line each.
+        notes: remarks on what was found and done, one line each.
         written: COCO JSONs that were written.
     """
 
@@ -65,7 +65,7 @@ def name_datasets(folder: Path, output: Path, wanted: str = "", new_split: bool 
     Args:
         folder: folder of images and annotations, in a layout of :mod:`cpvt_det.data.folders.layouts`.
         output: folder for the JSONs of a split that a config could not name otherwise; created when needed.
-        wanted: format to read if there are several.
+        wanted: format to read if the folder has annotations in several formats.
         new_split: whether to draw a split even if the folder has one.
 
     Raises:
@@ -136,7 +136,7 @@ def _parts(listing: Listing, content: Sections, new_split: bool, notes: list[str
 
 
 def _part(content: Sections, image_ids: set[int], folder: Path) -> Sections:
-    """Some images with their annotations, and the annotations of images that do not exist, which the data check is to report.
+    """Some images with their annotations, and annotations of images that do not exist, for the data check to report.
 
     Faulty values are replaced by a text that describes the fault, because JSON has neither NaN nor infinity.
     """

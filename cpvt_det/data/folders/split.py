@@ -2,7 +2,7 @@
 """One data set -> images to train on and images to validate on.
 
 The same images and seed give the same split on every machine. Near-duplicates, such as neighbouring frames of a film, stay
-together: otherwise validation would use images that were almost seen in training. A long film is cut only if there are few other
+together: otherwise validation would use images that training has almost seen. A long film is cut only if there are few other
 images.
 """
 
@@ -18,7 +18,7 @@ from cpvt_det.data.validation.duplicates import group_near_duplicates
 
 VALIDATION_SHARE = 0.2
 MOST_TO_VALIDATE = 500
-"""Number of images; more would make an evaluation longer, but its figures hardly more certain."""
+"""Largest number of validation images; more would lengthen an evaluation, but hardly make its figures more certain."""
 
 
 def divide(content: Sections, root: Path, seed: int, notes: list[str]) -> dict[str, set[int]]:
@@ -28,11 +28,11 @@ def divide(content: Sections, root: Path, seed: int, notes: list[str]) -> dict[s
         content: COCO's sections, whose images have paths as ``file_name``.
         root: folder of the data; the draw uses paths relative to it.
         seed: seed of the draw.
-        notes: list to which remarks on the split are added, a line each.
+        notes: list to which remarks on the split are added, one line each.
 
     Returns:
-        ``train`` and ``val``, each with the ids of its images. Each class is in both, unless ``val`` would need a group with the
-        last objects of some class, or a group that is larger than all of ``val`` should be.
+        ``train`` and ``val``, each with the ids of its images. Each class is in both, unless that would give ``val`` a group with
+        the last objects of some class, or a group that is larger than all of ``val`` should be.
 
     Raises:
         DataError: fewer than two images.

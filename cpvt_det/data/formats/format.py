@@ -20,16 +20,16 @@ class DataFormat:
     """A format: how its data sets are recognised, and how they are read.
 
     Attributes:
-        matches: whether a path, the second entry of a triple of ``DATASETS.REGISTER``, is a data set of this format.
+        matches: test whether a path, the second entry of a triple of ``DATASETS.REGISTER``, is a data set of this format.
         read: reader of a path and a split, the third entry. Images need ``id`` and ``file_name``, annotations ``id``,
             ``image_id``, ``category_id`` and ``bbox`` (xywh in pixels) or ``relative_cxcywh`` (in [0, 1]), categories ``id`` and
             ``name``; sizes of images are optional. Faulty entries are passed on for the data check to report: either unchanged, or
             with ``rules.FAULT``, a heading and a text in the format's own terms. ``source`` of an annotation is its file and line.
         splits: names of the splits of such a path, for ``cpvt-det train FOLDER``; empty for a path that is a single set, which is
             read with the split "".
-        files: paths of all files that ``read`` reads or checks the existence of, images too, in a fixed order. With them, a data
-            set of 10,000 files or more is cached in ``DATASETS.CACHE`` until one of them changes. ``None``: the data set is read
-            at every start.
+        files: paths of all files that ``read`` reads or checks the existence of, images too, in a fixed order. If it is set, a
+            data set of 10,000 files or more is cached in ``DATASETS.CACHE`` until one of them changes. ``None``: the data set is
+            read at every start.
     """
 
     matches: Callable[[Path], bool]

@@ -14,7 +14,7 @@ from cpvt_det.data.formats.format import Sections, make_sections, register_forma
 from cpvt_det.data.listing import files_below, is_image, walk
 
 WHOLE = [0.5, 0.5, 1.0, 1.0]
-"""The box of an image that is one object, cxcywh in [0, 1]."""
+"""The box of an object that fills its image, cxcywh in [0, 1]."""
 
 
 def is_image_folder(path: Path) -> bool:

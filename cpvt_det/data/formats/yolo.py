@@ -28,7 +28,7 @@ MOST_CLASSES = 10_000
 LINE = "class cx cy w h"
 KEYPOINTS = "keypoints need kpt_shape in data.yaml"
 CORNERS = (8, 10)
-"""How many numbers a polygon of four points has, open or closed; tools write boxes, also rotated ones, in this way."""
+"""Count of numbers in a polygon of four points, open or closed; tools write boxes, also rotated ones, as such polygons."""
 LARGEST_CORNER = 1.5
 """Largest coordinate of a polygon, as a fraction of the image's sides; a larger number may be a keypoint's visibility."""
 AT_LEAST = 5
@@ -71,7 +71,7 @@ class YoloFile:
 
     @property
     def missing(self) -> dict[str, str]:
-        """Each of ``train``, ``val`` and ``test`` that the file names -> what is missing; empty if the images are there."""
+        """Each of ``train``, ``val`` and ``test`` that the file names -> what is missing; empty if all images exist."""
         found = {}
         for split in filter(self._written, SPLITS):
             try:
@@ -83,7 +83,7 @@ class YoloFile:
 
     @property
     def splits(self) -> list[str]:
-        """Those of ``train``, ``val`` and ``test`` whose images are there."""
+        """The splits among ``train``, ``val`` and ``test`` whose images exist."""
         return [split for split, missing in self.missing.items() if not missing]
 
     @property
@@ -98,7 +98,7 @@ class YoloFile:
 
     @property
     def keypoints(self) -> int | None:
-        """How many numbers for keypoints follow a box; ``None`` if the file has no ``kpt_shape``."""
+        """Count of keypoint numbers after each box; ``None`` if the file has no ``kpt_shape``."""
         shape = self.content.get("kpt_shape")
         if shape is None:
             return None
@@ -126,7 +126,7 @@ class YoloFile:
         return places
 
     def listing(self, places: Iterable[Path]) -> Listing:
-        """The files of the data set: below its folder, and around images elsewhere."""
+        """The files of the data set: below its folder, and in folders around images elsewhere."""
         others, real = [], self.root.resolve()
         folders = (place if place.is_dir() else place.parent for place in places)
         for place in (place for place in folders if real not in (place.resolve(), *place.resolve().parents)):
@@ -215,7 +215,7 @@ def _sections(
 ) -> Sections:
     """COCO's sections for the images of a split, or for all images if it is empty; ``names`` finds their text files.
 
-    ``keypoints`` is how many numbers follow a box, ``None`` if unknown. If ``classes`` is ``None``, classes are called by their
+    ``keypoints`` is the count of numbers after a box, ``None`` if unknown. If ``classes`` is ``None``, classes are called by their
     numbers.
     """
     texts = _texts(names.listing)
@@ -293,7 +293,7 @@ def _settle(annotations: Sequence[dict[str, Any]], is_known: bool) -> dict[str, 
 
     A box may be followed by a confidence, and then by a track, which is a whole number. Lines are read this way if their first four
     numbers are always a box inside the image, but the four from the second number on are not. Polygons in a data set differ in
-    their number of points, unlike lists of keypoints; this is checked unless it ``is_known`` how many keypoints there are. Lines
+    their number of points, unlike lists of keypoints; this is checked unless the number of keypoints ``is_known``. Lines
     that remain unclear become faults.
     """
     notes = {}

@@ -53,7 +53,7 @@ def draw_dataset(
 
     Raises:
         ValueError: a number out of range.
-        DataError: the folder contains other data, or this data set with other parameters or only a part of it.
+        DataError: the folder contains other data, this data set with other parameters, or only a part of it.
     """
     if min(num_train, num_val, num_processes or 1) < 1 or seed < 0:
         raise ValueError(f"images and processes must be at least 1, the seed 0: {num_train}, {num_val}, {num_processes}, {seed}")

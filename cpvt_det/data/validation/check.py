@@ -31,7 +31,7 @@ AT_ONCE = 4096  # images that wait for a thread
 
 
 class NotTriedError(UnreachableError):
-    """An image that was not tried, because no other image could be read for a time."""
+    """An image that was not tried, because for some time no other image could be read."""
 
 
 @dataclass
@@ -49,7 +49,7 @@ class CheckedData:
 
 
 Seen = ImageHeader | DataError
-"""The header of an image file, or why it cannot be read."""
+"""The header of an image file, or the error of reading it."""
 LookAtImages = Callable[[Records, bool, float], Looked]
 
 
@@ -60,7 +60,7 @@ def look_at_images(records: Records, decode: bool, examples: float, part: range 
         records: records of a data set.
         decode: whether to decode every image, not only those that seem cut off.
         examples: largest number of examples stored for each kind of issue.
-        part: indices of the records to look at; ``None`` for all. A part that does not begin with the first has no progress bar.
+        part: indices of the records to look at; ``None`` for all. Only a part with the first record has a progress bar.
     """
     part = range(len(records)) if part is None else part
     looked = Looked(Issues("", examples))
@@ -114,7 +114,7 @@ def check_data(
         decode: whether to decode every image, which also finds damage behind the header.
         examples: largest number of examples stored for each kind of issue.
         look: function that looks at the image files of a data set; with several processes, each looks at a part of the files.
-        cache: folder that caches large data sets; ``None`` for none.
+        cache: folder that caches large data sets; ``None``: no cache.
     """
     together = Issues("", examples)
     read: dict[str, CocoDataset] = {}
@@ -135,7 +135,7 @@ def check_data(
 
 
 def _look(path: str, decode: bool, patience: Patience) -> Seen:
-    """Read the header of an image; decode the file too if it seems incomplete, or if ``decode``."""
+    """Read the header of an image; decode the file too if it seems incomplete, or if ``decode`` is set."""
     if patience.is_over:
         return NotTriedError(f"cannot read image {path}: {NOT_TRIED}")
     try:

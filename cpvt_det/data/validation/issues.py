@@ -20,7 +20,7 @@ class Group:
 
     Attributes:
         count: number of issues.
-        examples: place and description of the first ones.
+        examples: place and description of the first issues.
     """
 
     count: int = 0
@@ -41,7 +41,7 @@ class Issues:
     Attributes:
         errors: issues that always stop a run.
         faults: images and boxes that ``DATASETS.ON_BAD drop`` leaves out; otherwise they stop a run.
-        infos: issues that are always corrected by a rule: counted, and no reason to stop.
+        infos: issues that a rule always corrects; they are counted and never stop a run.
     """
 
     def __init__(self, source: str = "", examples: float = EXAMPLES):
@@ -96,7 +96,7 @@ class Issues:
         return issues
 
     def has_errors(self, on_bad: str) -> bool:
-        """Whether a run must stop, under a policy of ``POLICIES``."""
+        """Whether a run must stop under this policy, one of ``POLICIES``."""
         return bool(self.errors) or (on_bad == "error" and bool(self.faults))
 
     def counts(self) -> dict[str, int]:

@@ -17,7 +17,7 @@ Size = tuple[float, float]
 """(height, width) in pixels."""
 
 FAULT = "fault of cpvt_det"
-"""Key of an entry in which a reader found a fault; its value is heading and detail in the terms of the format."""
+"""Key by which a reader marks an entry as faulty; its value is heading and detail in the terms of the format."""
 WITHOUT_AREA = "boxes without area, left out"
 OUTSIDE = "boxes outside the image, left out"
 CLIPPED = "boxes partly outside the image, clipped"
@@ -99,7 +99,7 @@ def clip_box(box: list[float], size: Size) -> tuple[list[float] | None, str | No
         size: (height, width) of the image in pixels.
 
     Returns:
-        The box, the part of it inside the image, or ``None``; and, if it is not the whole box, the reason: ``WITHOUT_AREA``,
+        The box, its part inside the image, or ``None``; and, unless it is the whole box, the reason: ``WITHOUT_AREA``,
         ``OUTSIDE`` or ``CLIPPED``.
     """
     x, y, w, h = box
@@ -137,6 +137,6 @@ def _entry_fault(entry: Any, keys: tuple[str, ...]) -> Fault | None:
     missing = [key for key in keys if key not in entry]
     if missing:
         return "entries without a field", f"no {missing[0]!r}"
-    if type(entry["id"]) is not int or abs(entry["id"]) > LARGEST_ID:  # evaluators accept no other
+    if type(entry["id"]) is not int or abs(entry["id"]) > LARGEST_ID:  # evaluators accept no other ids
         return "ids that are not whole numbers", f"id {entry['id']!r}"
     return None

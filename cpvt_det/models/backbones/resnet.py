@@ -37,8 +37,8 @@ class MaskedOps:
     """Convolutions, norms and ReLU that keep the padding at zero. The mask of each stride is made once per batch.
 
     Attributes:
-        padding_mask: (B, H, W) bool, True = padded; ``None``: no cell is masked, either because nothing is padded or because
-            the padding keeps the convolutions' outputs, as in the official code.
+        padding_mask: (B, H, W) bool, True = padded; ``None`` masks no cell, either because nothing is padded or because padded
+            cells keep the convolutions' outputs, as in the official code.
         dtype: dtype of the maps.
         by_stride: masks made so far, stride -> (B, 1, H, W) float, 1 = valid.
     """
@@ -59,26 +59,28 @@ class MaskedOps:
         return x.relu_() if self.padding_mask is None else x.mul_(self.at(stride).to(x.dtype)).relu_()
 
     def convolve(self, convolution: nn.Conv2d, norm: nn.Module, x: Tensor, stride: int, residual: Tensor | None = None) -> Tensor:
-        """``norm(convolution(x))`` with this stride, plus a residual that is no longer needed; statistics are of valid cells."""
+        """``norm(convolution(x))`` with this stride, plus a residual, which may be overwritten; statistics are of valid cells."""
         x = convolution(x)
         x = norm(x) if isinstance(norm, FrozenBatchNorm2d) else norm(x, self.at(stride))
         return x if residual is None else x.add_(residual)
 
 
 class ResNetBackbone(nn.Module):
-    """A torchvision ResNet that returns maps of chosen stages.
+    """A torchvision ResNet that returns the maps of chosen stages.
 
     Args:
         name: ``resnet10``, ``resnet18``, ``resnet34``, ``resnet50`` or ``resnet101``.
         norm: ``FrozenBN`` (fixed statistics, for pretrained weights), ``BN``, ``SyncBN`` or ``GN`` (to train from scratch).
-        stages: stages to return, from 2 to 5; stages after the last of these are not built.
+        stages: stages to return, from 2 to 5; stages after the last of them are not built.
         dc5: whether stage 5 is dilated and has the stride of stage 4.
-        freeze_at: last frozen stage. Stages up to it keep their weights and statistics; 1 is the stem, 0 trains all.
-        mask_padding: whether to zero the padded part of every feature map that a convolution or pooling looks across, and leave it
-            out of the statistics of BN, SyncBN and GN. The padding then acts like the convolution's own zero padding, and an
-            image's features do not depend on the rest of its batch. In training, a batch's features do not depend on its padding.
+        freeze_at: last frozen stage. Stages up to this one keep their weights and statistics; 1 is the stem, and 0 trains all
+            stages.
+        mask_padding: whether to zero the padded part of every feature map before a convolution or pooling with a kernel above 1,
+            and to leave it out of the statistics of BN, SyncBN and GN. The padding then acts like the convolution's own zero
+            padding, and an image's features do not depend on the rest of its batch. In training, a batch's features do not depend
+            on its padding.
         width: channels of the stem; the channels of all stages scale with it.
-        checkpointing: whether blocks are recomputed in the backward pass instead of storing their activations.
+        checkpointing: whether blocks are recomputed in the backward pass, so that their activations need not be stored.
 
     Raises:
         UnknownNameError: an unknown name or norm.
@@ -188,7 +190,7 @@ class ResNetBackbone(nn.Module):
         return _trunk(name, norm, dilation, last_stage, width)
 
     def layers_above(self, name: str) -> int:
-        """How many stages come after a parameter; the stem is stage 1."""
+        """Count the stages after a parameter; the stem is stage 1."""
         part = name.split(".")[1]
         return self.stages[-1] - (int(part.removeprefix("layer")) + 1 if part.startswith("layer") else 1)
 
@@ -224,7 +226,8 @@ def _download(weights: torchvision.models.WeightsEnum) -> Mapping[str, Tensor]:
 def _run_block(block: BasicBlock | Bottleneck, x: Tensor, stride: int, valid: MaskedOps, is_returned: bool) -> tuple[Tensor, int]:
     """Run torchvision's residual block with the padding zeroed before every 3x3 convolution; return the output and its stride.
 
-    Between two bottlenecks, nothing looks across cells unless a norm computes statistics, so the wide map there is not masked.
+    Between two bottlenecks, only a norm that computes statistics looks across cells. Without such a norm, the wide map there is not
+    masked.
     """
     out_stride = stride * block.stride
     is_looked_across = is_returned or isinstance(block, BasicBlock) or not isinstance(block.bn1, FrozenBatchNorm2d)
@@ -262,7 +265,7 @@ def _trunk(name: str, norm: str, dilation: bool, last_stage: int, width: int) ->
 
 
 def _set_width(trunk: ResNet, width: int, block: type[nn.Module], depths: Sequence[int], dilation: bool) -> None:
-    """Rebuild stem and stages as torchvision's constructor does, because that supports only 64 channels in the stem."""
+    """Rebuild stem and stages as torchvision's constructor does, because the constructor supports only 64 channels in the stem."""
     trunk.inplanes, trunk.dilation = width, 1
     trunk.conv1 = nn.Conv2d(3, width, kernel_size=7, stride=2, padding=3, bias=False)
     trunk.bn1 = trunk._norm_layer(width)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Networks of timm, ``MODEL.BACKBONE.NAME: timm/<name>``. The convolutional ones are here, made independent of the padding.
+"""Networks of timm, ``MODEL.BACKBONE.NAME: timm/<name>``. This file makes the convolutional ones independent of the padding.
 
 Place in the pipeline: the first part of ``models/detector.py``.
 """
@@ -47,7 +47,7 @@ def timm_backbone(
     mask_padding: bool = True,
     checkpointing: bool = False,
 ) -> "TimmBackbone | TimmTransformer":
-    """A vision transformer of timm, which has no batch norms, or a convolutional network of timm.
+    """Build a vision transformer of timm, which has no batch norms, or a convolutional network of timm.
 
     Args:
         name, norm, stages, freeze_at, mask_padding, checkpointing: as in :class:`TimmBackbone` and :class:`TimmTransformer`.
@@ -69,14 +69,14 @@ class TimmBackbone(nn.Module):
         name: timm's name, with or without a tag of weights, such as ``tf_efficientnet_lite0.in1k``.
         norm: kind of its batch norms: ``FrozenBN`` (fixed statistics and weights, for pretrained weights), ``BN`` or ``SyncBN``.
             Norms other than batch norms are not replaced, and are trained.
-        stages: stages to return; stage n is the map of stride 2 ** n. Parts after the last stage are left out where timm supports
-            it.
+        stages: stages to return; stage n is the map of stride 2 ** n. Parts after the last of them are left out if timm supports
+            this.
         freeze_at: number of the last frozen stage. Parts whose output has a stride of at most 2 ** ``freeze_at`` keep their weights
-            and statistics; 0 trains all.
+            and statistics; 0 trains all parts.
         mask_padding: whether to keep the padding out of convolutions, poolings, means over the map and the statistics of norms, so
             that an image's features do not depend on the rest of its batch. Whether that is possible is tested when the network is
             first built, by :func:`cpvt_det.models.backbones.masking.probe`.
-        checkpointing: whether blocks are recomputed in the backward pass instead of storing their activations.
+        checkpointing: whether blocks are recomputed in the backward pass, so that their activations need not be stored.
 
     Attributes:
         pixel_mean, pixel_std: means and standard deviations of R, G and B, from 0 to 255, for the weights of this name.
@@ -85,7 +85,7 @@ class TimmBackbone(nn.Module):
     Raises:
         ConfigError: timm is not installed.
         UnknownNameError: an unknown name or norm.
-        ValueError: a network without such maps or blocks, or with ``mask_padding``, one whose features depend on the padding.
+        ValueError: a network without such maps or blocks or, with ``mask_padding``, a network whose features depend on the padding.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class TimmBackbone(nn.Module):
         return [map_[:, :, :height, :width] for map_, (height, width) in zip(maps, sizes, strict=True)]
 
     def layers_above(self, name: str) -> int:
-        """How many stages come after a parameter."""
+        """Count the stages after a parameter."""
         parts = name.removeprefix("body.").split(".")
         prefixes = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
         stage = next((self._stages[prefix] for prefix in prefixes if prefix in self._stages), 0)
@@ -184,13 +184,14 @@ class TimmBackbone(nn.Module):
 
 @dataclass(frozen=True)
 class Survey:
-    """Facts about a network that a forward pass reveals.
+    """The facts about a network that a forward pass reveals.
 
     Attributes:
         strides: pixels per cell of each of its maps.
-        units: part, such as a block -> stage, the base-2 logarithm of its output's stride; in the order of the forward pass.
+        units: stage of each part, such as a block, in the order of the forward pass; a stage is the base-2 logarithm of its
+            output's stride.
         treatments: treatments of modules that keep the padding out.
-        reason: reason why the treatments are not enough; empty if they are, or if that was not tested.
+        reason: reason why the treatments are not enough; empty if they are enough, or if that was not tested.
     """
 
     strides: tuple[int, ...]
@@ -201,7 +202,7 @@ class Survey:
 
 @functools.cache
 def survey_network(name: str, is_masked: bool) -> Survey:
-    """Run a network of timm, with random weights and in float64, on small images; only once per network and process.
+    """Run a network of timm, with random weights and in float64, on small images. Each network runs only once per process.
 
     Args:
         name: timm's name.
@@ -238,13 +239,13 @@ def survey_network(name: str, is_masked: bool) -> Survey:
             found = probe(body, forward, watch.treatments, max(part.out_grid.stride for part in watch.treatments))
         except InexactError as error:
             reason = str(error)
-        except Exception as error:  # from a part that takes one shape only; no common base class either
+        except Exception as error:  # from a part that accepts only one shape; no common base class here either
             reason = f"it cannot be tried in a batch on a larger canvas: {first_line(error)}"
     return Survey(tuple(strides), watch.units, (*watch.treatments, *found), reason)
 
 
 class _Watch:
-    """Observes strides of modules and stages of the network's parts in one forward pass."""
+    """An observer of the strides of modules and the stages of the network's parts in one forward pass."""
 
     def __init__(self, body: nn.Module, canvas: Sequence[int]):
         self.units: dict[str, int] = {}
@@ -279,7 +280,7 @@ class _Watch:
 
 
 def _units(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The parts of a network by name: its children, with a sequence or list of parts replaced by these parts."""
+    """The parts of a network by name: its children, where the members of a sequence or list replace it."""
     for name, child in module.named_children():
         if isinstance(child, (nn.Sequential, nn.ModuleList)):
             yield from _units(child, f"{prefix}{name}.")
@@ -297,7 +298,7 @@ def _create(name: str, **options: object) -> nn.Module:
 
 
 def _indices_of(stages: Sequence[int], strides: Sequence[int], name: str) -> list[int]:
-    """The index of the last map of each stage's stride, with the stages in order."""
+    """The index of the last map with each stage's stride, in the order of the stages."""
     last = {stride: index for index, stride in enumerate(strides)}
     if not stages or not {2**stage for stage in stages} <= last.keys():
         known = ", ".join(str(stride.bit_length() - 1) for stride in last if stride.bit_count() == 1) or "none"
@@ -334,7 +335,7 @@ def _run_again(block: nn.Module, *args: object) -> object:
 
 
 def _run_block(block: nn.Module, cells: ValidCells | None, *args: object) -> object:
-    """Run a block with its batch set, because the backward pass that recomputes it knows of no batch."""
+    """Run a block with its batch set, because the backward pass that recomputes the block does not know the batch."""
     with of_batch(cells):
         return type(block).forward(block, *args)
 
@@ -359,7 +360,7 @@ class _GroupNormAct(_NormAct, MaskedGroupNorm):
     """timm's ``GroupNormAct`` over valid cells."""
 
 
-# Each pair is without and with an activation inside.
+# In each pair, the second norm has an activation inside.
 GROUP_NORMS = (MaskedGroupNorm, _GroupNormAct)
 BATCH_NORMS = {"BN": (MaskedBatchNorm2d, _BatchNormAct), "SyncBN": (MaskedSyncBatchNorm2d, _SyncBatchNormAct)}
 

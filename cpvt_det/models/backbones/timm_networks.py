@@ -38,13 +38,14 @@ def timm_with(name: str) -> ModuleType:
 
 
 def is_transformer(name: str) -> bool:
-    """Whether timm's builder of this name is annotated to return one of ``TRANSFORMERS``; raises as :func:`timm_with` does."""
+    """Whether timm's builder of this name is annotated to return one of ``TRANSFORMERS``. Raises the errors of
+    :func:`timm_with`."""
     returned = inspect.signature(timm_with(name).model_entrypoint(name)).return_annotation
     return getattr(returned, "__name__", returned) in TRANSFORMERS
 
 
 def pixel_statistics(network: nn.Module) -> list[list[float]]:
-    """Means and standard deviations of R, G and B, from 0 to 255, for timm's weights of a network."""
+    """Means and standard deviations of R, G and B, from 0 to 255, that timm's weights of a network expect."""
     return [[255 * value for value in network.pretrained_cfg[key]] for key in ("mean", "std")]
 
 

@@ -21,18 +21,18 @@ from cpvt_det.position.table import cubic_weights, interpolate
 
 
 class TimmTransformer(nn.Module):
-    """A vision transformer of timm; it gives one map with the patches' stride. Its parts, in ``body``, have timm's names.
+    """A vision transformer of timm that returns one map with the patches' stride. Its parts, in ``body``, have timm's names.
 
-    Patches under the padding are masked as keys. A position table is interpolated to each image's own grid, where timm interpolates
-    it to the batch's grid. Rotary positions also use the image's own grid. So an image's tokens do not depend on the rest of its
-    batch.
+    Patches under the padding are masked as keys. A position table is interpolated to each image's own grid, whereas timm
+    interpolates it to the grid of the batch. Rotary positions also use the image's own grid. As a result, an image's tokens do not
+    depend on the rest of its batch.
 
     Args:
         name: timm's name, with or without a tag of weights, such as ``vit_small_patch14_dinov2.lvd142m``.
-        stages: stage n of the one map, where 2 ** n is the power of 2 nearest to the stride: (4,) for patches of 14 or 16 pixels.
-        freeze_at: number that freezes all weights if it is at least the map's stage; a smaller one trains all.
-        mask_padding: whether the padding is kept out; ``False`` treats the whole canvas as the image, as timm does.
-        checkpointing: whether blocks are recomputed in the backward pass instead of storing their activations.
+        stages: stage n of the only map, where 2 ** n is the power of 2 nearest to the stride; (4,) for patches of 14 or 16 pixels.
+        freeze_at: threshold for freezing: all weights are frozen if it is at least the map's stage, and all are trained otherwise.
+        mask_padding: whether the padding is kept out of the features; ``False`` treats the whole canvas as the image, as timm does.
+        checkpointing: whether blocks are recomputed in the backward pass, so that their activations need not be stored.
 
     Attributes:
         pixel_mean, pixel_std: means and standard deviations of R, G and B, from 0 to 255, for the weights of this name.
@@ -118,7 +118,7 @@ class TimmTransformer(nn.Module):
         return self
 
     def layers_above(self, name: str) -> int:
-        """How many blocks come after a parameter: 0 for the last norm, 1 for the last block, number of blocks + 1 for the stem."""
+        """Count the blocks after a parameter: 0 for the last norm, 1 for the last block, the number of blocks + 1 for the stem."""
         total, parts = len(self.body.blocks), name.split(".")
         if parts[:2] == ["body", "blocks"]:
             return total - int(parts[2])
@@ -146,7 +146,8 @@ class TimmTransformer(nn.Module):
         return torch.cat(tokens, dim=1)
 
     def _rotations(self, mask: Tensor) -> Tensor:
-        """Rotary positions of each image's own grid, (B, 1, N, D), or (layers, B, heads, N, D) if they differ by layer and head."""
+        """Rotary positions for each image's own grid, (B, 1, N, D), or (layers, B, heads, N, D) if they differ by layer and
+        head."""
         if is_exporting():
             raise ValueError(f"timm/{self.name} cannot be exported: timm computes its rotary positions for known grids only")
         height, width = mask.shape[1:]

@@ -26,17 +26,17 @@ STRIDE = 4  # image pixels per pixel token, along each side
 
 
 class TransformerInTransformer(VisionTransformer):
-    """A :class:`VisionTransformer` whose patches are made from pixel tokens; every layer adds the pixels to their patch again.
+    """A :class:`VisionTransformer` whose patches are made from pixel tokens, which every layer adds to their patch again.
 
-    The patches have a table by default, or another encoding; the pixels of all patches share a table of 4 x 4 cells. A PEG
-    acts on the patches after a layer. Images may have any size.
+    By default, the patches have a position table; another encoding can replace it. The pixels of all patches share one table of 4 x
+    4 cells. A PEG acts on the patches after a layer. Images may have any size.
 
     Args:
         channels, num_layers, num_heads, position, patch_size, num_tokens, drop_path, stages, checkpointing: as in
             :class:`VisionTransformer`; the side of a patch is at least 4 pixels.
         inner_channels: channels of pixel tokens, a multiple of 4.
-        legacy: whether to build the form of the article's first version. Its stem convolution looks beyond a patch, and pixels are
-            added to patches after a norm per pixel and a linear layer.
+        legacy: whether to build the network of the article's first version. Its stem convolution looks beyond a patch, and pixels
+            are added to patches after a norm per pixel and a linear layer.
         squeeze: whether the outer networks' outputs are weighted by channel (SE).
 
     Attributes:
@@ -135,7 +135,7 @@ class _Layer(nn.Module):
         self.outer = (_SqueezedLayer if squeeze else EncoderLayer)(channels, num_heads, 4 * channels, **shared)
 
     def forward(self, tokens: Tensor, pixels: Tensor, padding_mask: Tensor | None, *inside: Any) -> tuple[Tensor, Tensor]:
-        """Tokens (B, T + N, C), whose last N are patches, and the patches' pixels (B * N, ., C') -> the same."""
+        """Tokens (B, T + N, C), of which the last N are patches, and the patches' pixels (B * N, ., C') -> the same."""
         pixels = self.inner(pixels, None, None)
         added = self.project(pixels).unflatten(0, (tokens.shape[0], -1))
         count = tokens.shape[1] - added.shape[1]
@@ -145,7 +145,7 @@ class _Layer(nn.Module):
 
 
 class _SqueezedLayer(EncoderLayer):
-    """An encoder layer whose network's output is weighted by channel, with weights from its mean over the valid tokens."""
+    """An encoder layer whose feed-forward output is weighted by channel; the weights come from its mean over the valid tokens."""
 
     def __init__(self, channels: int, *arguments: Any, **named: Any):
         super().__init__(channels, *arguments, **named)
@@ -200,13 +200,15 @@ def transformer_in_transformer(
 
     Args:
         size: key of ``SIZES``.
-        variant: ``legacy`` or ``se`` (``squeeze``), as in :class:`TransformerInTransformer`; empty: neither.
+        variant: ``legacy`` or ``se`` (``squeeze``), as in :class:`TransformerInTransformer`; empty for neither.
         position: builder of an encoding that replaces the table.
-        embed_dim: number of channels; 0: that of the named model. Otherwise pixels have about a sixteenth of this number.
+        embed_dim: number of channels; 0 takes that of the named model. For other numbers, pixels have about a sixteenth as many
+            channels.
         depth: number of layers; 0: 12.
-        num_heads: number of attention heads; 0: that of the named model.
-        patch_size: side of a patch in pixels, a power of 2, and stride of the one map.
-        num_tokens: number of tokens in addition to the patches: 1, the class token; 2, also a distillation token; 0, none.
+        num_heads: number of attention heads; 0 takes that of the named model.
+        patch_size: side of a patch in pixels, a power of 2; also the stride of the only map.
+        num_tokens: number of tokens in addition to the patches: 1 for the class token, 2 for class and distillation tokens, 0 for
+            none.
         drop_path: probability that an image skips a part of the last layer; it rises from 0 in the first layer.
         stages, checkpointing: as in :class:`cpvt_det.models.backbones.vit.VisionTransformer`.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convert weights of TNT, by timm's names or the authors', to those of one of our classifiers."""
+"""Convert weights of TNT, with timm's or the authors' names, to the names of our classifiers."""
 
 import math
 import re
@@ -12,7 +12,7 @@ from cpvt_det.common.errors import WeightsError
 from cpvt_det.models.backbones.vit_weights import rename, split_table
 
 TNT = r"^blocks\.0\.(attn_in|inner_attn)\.qk\.weight$"
-"""Pattern of a tensor name that occurs in weights of TNT, but not in ours."""
+"""Pattern of a tensor name that occurs in the weights of TNT, but not in ours."""
 _AUTHORS = (
     (r"^outer_pos$", "patch_pos"),
     (r"^inner_pos$", "pixel_pos"),
@@ -43,11 +43,11 @@ _TIMM = (
     (r"\.self_attn\.proj\.", ".self_attn.out_proj."),
     (r"\.se_layer\.fc\.", ".outer.squeeze."),
 )
-UNUSED = "outer_tokens"  # the authors' files have it, and their model never reads it
+UNUSED = "outer_tokens"  # is in the authors' files, but their model never reads it
 
 
 def convert_tnt(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert weights of a TNT to those of one of our classifiers, under ``backbone.`` and ``class_embed.``.
+    """Convert weights of a TNT to the names of our classifiers, under ``backbone.`` and ``class_embed.``.
 
     Args:
         state_dict: tensors with the names of timm or of huawei-noah/Efficient-AI-Backbones.

@@ -31,11 +31,11 @@ PositionBuilder = Callable[..., PositionEncoding]
 
 
 class VisionTransformer(nn.Module):
-    """An encoder over patch tokens, and over class and distillation tokens if any; it gives one map with the patches' stride.
+    """An encoder over patch tokens, and over class and distillation tokens if any. It returns one map with the patches' stride.
 
-    Norms come before attention and networks, and after the last layer. An additive encoding is added once, to the patches. Patches
-    under the padding are masked as keys, and encodings use each image's own grid, so an image's tokens do not depend on the rest of
-    its batch.
+    Norms come before attention and feed-forward networks, and after the last layer. An additive encoding is added once, to the
+    patches. Patches under the padding are masked as keys, and encodings use each image's own grid, so an image's tokens do not
+    depend on the rest of its batch.
 
     Args:
         channels: C.
@@ -43,11 +43,11 @@ class VisionTransformer(nn.Module):
         num_heads: M.
         position: builder of the position encoding.
         patch_size: side of a patch in pixels, a power of 2.
-        num_tokens: number of tokens in addition to the patches: 1, the class token; 2, also a distillation token; or 0. Encodings
-            do not act on them; with a table, each of them has its own position vector.
+        num_tokens: number of tokens in addition to the patches: 1 for the class token, 2 for class and distillation tokens, or 0.
+            Encodings do not act on them. With a table, each of them has its own position vector.
         drop_path: rate of the last layer, as in :class:`cpvt_det.models.encoder.Encoder`.
-        stages: stage n of the one map, whose stride is 2 ** n, as in (n,); ``None``: not checked.
-        checkpointing: whether layers are recomputed in the backward pass instead of storing their activations.
+        stages: stage n of the only map, as (n,); the map's stride is 2 ** n. ``None`` skips this check.
+        checkpointing: whether layers are recomputed in the backward pass, so that their activations need not be stored.
         layers: options of a subclass's layers.
 
     Attributes:
@@ -55,7 +55,7 @@ class VisionTransformer(nn.Module):
 
     Raises:
         ValueError: a patch size that is not a power of 2, stages that do not exist, fewer than 0 or more than 2 tokens, or an
-            encoding for queries and keys that would be added to the patches, and thus to values.
+            encoding meant for queries and keys only, which would be added to the patches and thus to the values.
 
     Source: arXiv 2012.12877, section 3; initial values from facebookresearch/deit.
     """
@@ -109,8 +109,9 @@ class VisionTransformer(nn.Module):
         """Load the weights of a classifier or of a backbone of the same kind.
 
         Args:
-            weights: a file with the names of facebookresearch/deit or timm, or of one of our classifiers. Its heads are ignored,
-                and so is a table if this model has none, which is logged. A PEG that is not in the file keeps its initial values.
+            weights: a file with the names of facebookresearch/deit or timm, or of one of our classifiers. Its heads are ignored. A
+                table is ignored, with a line in the log, if this model has none. A PEG that is not in the file keeps its initial
+                values.
             read: reader of a file's state dict.
 
         Raises:
@@ -162,8 +163,8 @@ class VisionTransformer(nn.Module):
         return self.encoder(tokens, None, padding_mask, position.level_shapes, position)
 
     def layers_above(self, name: str) -> int:
-        """How many layers come after a parameter: 0 for the last norm, and 1 for the last layer. The stem, and encodings whose
-        tensors serve all layers (``relative``, ``rope_mixed``), have one more than the number of layers."""
+        """Count the layers after a parameter: 0 for the last norm, and 1 for the last layer. For the stem, and for encodings whose
+        tensors serve all layers (``relative``, ``rope_mixed``), the result is the number of layers + 1."""
         total, parts = len(self.encoder.layers), name.split(".")
         if parts[:2] in (["encoder", "layers"], ["position", "pegs"]) and parts[2].isdecimal():
             return total - int(parts[2])
@@ -237,11 +238,12 @@ def vision_transformer(
         family: ``deit``, whose own encoding is a table, or ``cpvt``, whose own encoding is one PEG after the first layer.
         size: key of ``SIZES``.
         position: builder of an encoding that replaces the family's own.
-        embed_dim: number of channels; 0: that of the named model.
+        embed_dim: number of channels; 0 takes that of the named model.
         depth: number of layers; 0: 12.
-        num_heads: number of attention heads; 0: that of the named model.
-        patch_size: side of a patch in pixels, a power of 2, and stride of the one map.
-        num_tokens: number of tokens in addition to the patches: 1, the class token; 2, also a distillation token; 0, none.
+        num_heads: number of attention heads; 0 takes that of the named model.
+        patch_size: side of a patch in pixels, a power of 2; also the stride of the only map.
+        num_tokens: number of tokens in addition to the patches: 1 for the class token, 2 for class and distillation tokens, 0 for
+            none.
         drop_path: probability that an image skips a part of the last layer; it rises from 0 in the first layer.
         stages, checkpointing: as in :class:`VisionTransformer`.
 
@@ -268,7 +270,8 @@ for _family, _position in POSITIONS.items():
 
 
 def _initialise(module: nn.Module) -> None:
-    """DeiT's initial values: truncated normals, cut at -2 and 2, and biases of 0. Norms and convolutions keep torch's values."""
+    """Set DeiT's initial values: normal distributions cut at -2 and 2, and biases of 0. Norms and convolutions keep torch's
+    values."""
     if isinstance(module, Attention):
         nn.init.trunc_normal_(module.in_proj_weight, std=INITIAL_STD)
     elif isinstance(module, nn.Linear):

@@ -16,11 +16,11 @@ from cpvt_det.models.backbones.contract import load_all
 logger = logging.getLogger("cpvt_det")
 TABLE = re.compile(r"^position\.(additive\.)?table$")
 DEIT = r"^blocks\.0\.attn\.qkv\.weight$"
-"""Pattern of a tensor name that occurs in weights of facebookresearch/deit and timm, but not in ours."""
+"""Pattern of a tensor name that occurs in the weights of facebookresearch/deit and timm, but not in ours."""
 _DEIT_NAMES = (
     (r"^patch_embed\.proj\.", "patch_embed."),
     (r"^blocks\.", "encoder.layers."),
-    (r"\.attn\.qkv\.", ".self_attn.in_proj_"),  # the same rows: queries, keys, values, each head by head
+    (r"\.attn\.qkv\.", ".self_attn.in_proj_"),  # the rows have the same order: queries, keys, values, and within each, head by head
     (r"\.attn\.proj\.", ".self_attn.out_proj."),
     (r"\.mlp\.fc([12])\.", r".linear\1."),
     (r"^norm\.", "encoder.norm."),
@@ -28,7 +28,7 @@ _DEIT_NAMES = (
 
 
 def convert_deit(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert weights of DeiT, distilled or not, to those of one of our classifiers, under ``backbone.``, ``class_embed.`` and
+    """Convert weights of DeiT, distilled or not, to the names of our classifiers, under ``backbone.``, ``class_embed.`` and
     ``distilled_embed.``.
 
     Args:
@@ -47,7 +47,7 @@ def convert_deit(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def split_table(special: Tensor, rows: Tensor) -> dict[str, Tensor]:
-    """Class tokens (T, C) and a table (T + H * W, C) for a square grid, under our names.
+    """Special tokens (T, C) and a table (T + H * W, C) for a square grid, under our names.
 
     Raises:
         WeightsError: a table whose grid is not square.
