@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``INPUT.AUGMENTATIONS`` -> augmentations, tried before the run."""
+"""Build augmentations from ``INPUT.AUGMENTATIONS``, and try them before the run."""
 
 import inspect
 import logging
@@ -52,10 +52,11 @@ def closing_epoch(cfg: CfgNode, steps: Sequence[AugmentationStep], num_images: i
 
 
 def check_augmentations(cfg: CfgNode, records: Records) -> None:
-    """Try the augmentations, each with probability 1, on a black image as large as the narrowest one, with and without its boxes.
+    """Try the augmentations, each with probability 1, on a black image of the size of the narrowest training image, with and
+    without boxes.
 
     Each augmentation is tried twice: after all augmentations before it, and after only those that are applied to every image.
-    Afterwards the random number generators go on as if nothing had been drawn.
+    Afterwards, the random number generators continue as if nothing had been drawn.
 
     Raises:
         ConfigError: as for :func:`build_augmentations` and :func:`closing_epoch`; an augmentation that fails.

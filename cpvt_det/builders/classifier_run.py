@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``INPUT.CLASSIFY`` and ``MODEL.CLASSIFIER`` -> data, loaders and loss of a classifier's run."""
+"""Build data, loaders and loss of a classifier's run from ``INPUT.CLASSIFY`` and ``MODEL.CLASSIFIER``."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ from cpvt_det.solver.classify import BatchMixing
 
 
 def load_class_splits(cfg: CfgNode) -> tuple[list[CocoDataset], list[CocoDataset]]:
-    """The training and test sets, as in :func:`cpvt_det.builders.load_splits`, of images with one class each.
+    """The training and test sets of images with one class each, as in :func:`cpvt_det.builders.load_splits`.
 
     Raises:
         BadInputError: as for ``load_splits``; a model that is not a classifier.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``INPUT``, ``DATALOADER`` and ``TEST`` -> data, loaders and evaluator of a run."""
+"""Build data, loaders and evaluator of a run from ``INPUT``, ``DATALOADER`` and ``TEST``."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -98,7 +98,7 @@ def build_train_loader(cfg: CfgNode, records: Records, seed: int) -> SampleLoade
     """A loader of augmented batches, each with this process's share of ``SOLVER.IMS_PER_BATCH``.
 
     Raises:
-        ConfigError: a batch size that the number of processes does not divide, or sizes that make no sense.
+        ConfigError: a batch size that the number of processes does not divide, or impossible image sizes.
     """
     node, loader = cfg.INPUT, cfg.DATALOADER
     require_rgb(cfg)

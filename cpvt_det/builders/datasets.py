@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``DATASETS`` -> data sets, read and checked.
+"""Read and check the data sets of ``DATASETS``.
 
-This module does not import torch, which would take ``cpvt-det check-data`` longer than all its other work.
+This module does not import torch, because the import would take longer than all other work of ``cpvt-det check-data``.
 """
 
 import logging
@@ -40,7 +40,7 @@ def check_datasets(
         decode, examples, look: as in :func:`cpvt_det.data.validation.check.check_data`.
 
     Returns:
-        The data sets without their faulty parts, and the faults, whatever ``DATASETS.ON_BAD`` is.
+        The data sets without their faulty parts, and the faults, regardless of ``DATASETS.ON_BAD``.
 
     Raises:
         ConfigError: names that cannot be looked up, or an unknown policy.
@@ -96,7 +96,7 @@ def _find(cfg: CfgNode, split: str) -> list[DatasetFiles]:
 
 
 def require_names(cfg: CfgNode, split: str) -> None:
-    """Refuse ``DATASETS.TRAIN`` or ``DATASETS.TEST``, as ``split`` says, if it is not a list of names.
+    """Refuse ``DATASETS.TRAIN`` or ``DATASETS.TEST``, depending on ``split``, if it is not a list of names.
 
     Raises:
         ConfigError: an empty list, or text instead of a list.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``MODEL`` -> detector or classifier."""
+"""Build a detector or a classifier from ``MODEL``."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -44,8 +44,9 @@ OF_PROPOSALS = ("proposals", "mixed")
 OF_ONE_STAGE = ("learned", "anchors")
 SIGMOIDS = "set MODEL.CRITERION.CLASSIFICATION.NAME to focal, or to another one with sigmoids (varifocal, mal, ia_bce)"
 DETECTOR_REGISTRY = PartRegistry("DETECTOR", "MODEL.META_ARCHITECTURE", frozenset({"cfg", "backbone"}))
-"""``MODEL.META_ARCHITECTURE`` -> a function from a config and a backbone (or ``None``, for the config's own) to the keyword
-arguments of the detector's constructor; further keywords are options, keys of ``MODEL.DETECTOR``. See :func:`register_detector`."""
+"""``MODEL.META_ARCHITECTURE`` -> a function that takes a config and a backbone (or ``None`` for the config's own) and returns the
+keyword arguments of the detector's constructor. Its further keywords are options, the keys of ``MODEL.DETECTOR``; see
+:func:`register_detector`."""
 
 
 def register_detector(name: str, detector: type[ImageModel]) -> Callable:
@@ -291,8 +292,8 @@ def shared_arguments(
         num_levels: feature levels of the encoder.
         source: query source if ``MODEL.QUERIES.NAME`` is empty.
         refines: whether decoder layers correct boxes; some query positions follow the corrected boxes.
-        encoder: channels of neck and encoder, levels that the encoding sees, and inner channels of the encoder's feed-forward
-            networks; ``None`` for the decoder's channels and ``num_levels``.
+        encoder: channels of neck and encoder, number of levels that the encoding sees, and inner channels of the encoder's
+            feed-forward networks; ``None`` for the decoder's channels and ``num_levels``.
 
     Raises:
         ConfigError: a query source that needs something the detector lacks.
@@ -336,7 +337,7 @@ def shared_arguments(
 
 
 def _query_options(cfg: CfgNode, source: str, refines: bool) -> dict[str, Any]:
-    """The options of ``MODEL.QUERIES``, with those of denoising replaced by a module.
+    """The options of ``MODEL.QUERIES``, where a module replaces the options of denoising.
 
     Raises:
         ConfigError: noise without denoising, or positions that follow corrected boxes although no layer corrects any.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``MODEL`` -> criterion, post-processing and device of a model."""
+"""Build criterion, post-processing and device of a model from ``MODEL``."""
 
 import os
 

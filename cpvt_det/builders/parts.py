@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``MODEL`` -> parts of models: backbone, position encodings, classification.
+"""Build parts of models from ``MODEL``: backbone, position encodings, classification.
 
-The node of a part has its ``NAME`` and the options of its constructor; the registry refuses all other keys.
+The node of a part contains its ``NAME`` and the options of its constructor. The registry refuses all other keys.
 """
 
 import functools
@@ -54,7 +54,7 @@ def backbone_position(cfg: CfgNode) -> str:
 
 
 def require_patches(cfg: CfgNode) -> None:
-    """Refuse image sizes below a transformer's patch size; 0 means no resize. Other backbones take any size.
+    """Refuse image sizes below a transformer's patch size, except 0, which means no resize. Other backbones take any size.
 
     Raises:
         ConfigError: such a size.
@@ -92,7 +92,8 @@ def pixel_statistics(cfg: CfgNode, backbone: nn.Module) -> dict[str, Sequence[fl
 def build_encoder_position(
     cfg: CfgNode, channels: int, num_levels: int, num_layers: int, num_heads: int = defaults.HEADS, ffn_channels: int = 0
 ) -> PositionEncoding:
-    """The encoding of ``MODEL.POSITION``; ``ffn_channels`` is that of the encoder's layers, or 0 for that of ``MODEL.DETR``.
+    """The encoding of ``MODEL.POSITION``; ``ffn_channels`` is the width of the encoder's feed-forward networks, or 0 for that of
+    ``MODEL.DETR``.
 
     Raises:
         UnknownNameError: an unknown name, or an option that the encoding does not take.
@@ -103,7 +104,7 @@ def build_encoder_position(
 
 
 def build_decoder_position(cfg: CfgNode, kind: str) -> PositionEncoding | str | None:
-    """The encoding of the keys in DETR's decoder: sines, ``"same"`` for the encoder's, or ``None`` for no encoding.
+    """The encoding of the keys in DETR's decoder: sines, ``"same"`` for the encoder's encoding, or ``None`` for no encoding.
 
     Raises:
         UnknownNameError: a kind other than ``sine``, ``same`` or ``none``.
@@ -111,7 +112,7 @@ def build_decoder_position(cfg: CfgNode, kind: str) -> PositionEncoding | str | 
     if kind not in ("sine", "same", "none"):
         raise UnknownNameError("MODEL.DETECTOR.DECODER_POSITION", kind, ("sine", "same", "none"))
     temperature = {"temperature": cfg.MODEL.POSITION.TEMPERATURE} if cfg.MODEL.POSITION.get("TEMPERATURE") else {}
-    if kind == "sine" and cfg.MODEL.POSITION.NAME not in ("sine", "sine+peg"):  # these share the encoder's map
+    if kind == "sine" and cfg.MODEL.POSITION.NAME not in ("sine", "sine+peg"):  # these two share the encoder's map
         return build_position("sine", cfg.MODEL.DETR.HIDDEN_DIM, **temperature)
     return None if kind == "none" else "same"
 
@@ -121,7 +122,7 @@ def build_classification(cfg: CfgNode) -> Classification:
 
     Raises:
         UnknownNameError: an unknown name, or an option that the classification does not take.
-        ConfigError: a number of classes below 1 (not known yet), or one that the classification does not accept.
+        ConfigError: a number of classes below 1 (not known yet), or a number that the classification does not accept.
     """
     node, num_classes = cfg.MODEL.CRITERION.CLASSIFICATION, count_classes(cfg)
     with config_errors("MODEL.CRITERION.CLASSIFICATION"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``SOLVER`` -> schedule, optimiser, moving average, training step."""
+"""Build schedule, optimiser, moving average and training step from ``SOLVER``."""
 
 import functools
 import logging
@@ -21,7 +21,7 @@ AMP_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def build_schedule(cfg: CfgNode, num_images: int) -> TrainingSchedule:
-    """The run's iterations: computed from the epochs if ``SOLVER.EPOCHS`` is above 0, else from ``MAX_ITER`` and ``STEPS``."""
+    """The schedule of a run, computed from epochs if ``SOLVER.EPOCHS`` is above 0, otherwise from ``MAX_ITER`` and ``STEPS``."""
     solver, test = cfg.SOLVER, cfg.TEST
     if solver.EPOCHS > 0:
         _log_unused(f"SOLVER.EPOCHS {solver.EPOCHS:g}", cfg, "SOLVER.MAX_ITER", "SOLVER.STEPS", "SOLVER.WARMUP_ITERS")

@@ -7,17 +7,17 @@ from typing import Any
 
 @dataclass
 class BestSoFar:
-    """State that decides on ``model_best.pth`` and on early stopping; part of the node ``cpvt_det`` of a checkpoint.
+    """The state that decides on ``model_best.pth`` and on early stopping; it is part of the node ``cpvt_det`` of a checkpoint.
 
-    A resumed run repeats evaluations: the one of its checkpoint, which was written before that evaluation, and those up to
-    ``model_best.pth``, which may be newer than the checkpoint. They are not counted again.
+    A resumed run repeats evaluations: the one after its checkpoint, which was written first, and those up to ``model_best.pth``,
+    which may be newer than the checkpoint. Repeated evaluations are not counted again.
 
     Attributes:
         name: name of the figure in the metrics, such as ``bbox/AP``; higher is better.
-        test: name of the test set that it is measured on: the first one.
-        figure: its highest value; ``None`` before the first evaluation.
+        test: name of the test set that the figure is measured on, the first one.
+        figure: highest value of the figure; ``None`` before the first evaluation.
         iteration: iteration of that evaluation.
-        waited: number of evaluations since then, none of them with a higher figure.
+        waited: number of evaluations since then, all without a higher figure.
         counted: last iteration whose evaluation is in ``waited``.
     """
 
@@ -58,7 +58,7 @@ class BestSoFar:
         return state.get("best_figure", self.name) == self.name and same_test
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the state of a run, or reset it if the run decided by another figure or test set, whose numbers do not compare."""
+        """Take the state of a run, or reset it if the run decided by a different figure or test set, which cannot be compared."""
         if not self.compares_with(state):
             self.__init__(self.name, self.test)
             return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of a run, in detectron2's layout, so that each runner can resume a run of the other.
+"""Checkpoints of a run, in detectron2's layout, so that each of the two runners can resume a run of the other.
 
 ``{"model", "trainer": {"iteration", "_trainer": {"iteration", "optimizer", "grad_scaler"}}, "iteration", "cpvt_det"}``; the last
 node is ours. Data order and random state are not saved: both follow from the seed and the iteration.
@@ -57,7 +57,8 @@ class RunState:
         best: the best evaluation so far, with the figure and the test set that decide.
 
     Attributes:
-        thresholds: score thresholds of the last evaluation; ``None`` before the first, and for a task that has none.
+        thresholds: score thresholds of the last evaluation; ``None`` before the first evaluation, and for a task without
+            thresholds.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class RunState:
         self.thresholds: Thresholds | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values and tensors, which load with ``weights_only=True``."""
+        """The state as plain values and tensors, which load with ``weights_only=True``."""
         return {
             "classes": {"ids": list(self.classes.ids), "names": list(self.classes.names)},
             "config": self.config,
@@ -94,10 +95,10 @@ class RunState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take seed, id, best evaluation, thresholds and average from a checkpoint; log what has changed since it was written.
+        """Take seed, id, best evaluation, thresholds and average from a checkpoint, and log what has changed since it was written.
 
         Raises:
-            WeightsError: a checkpoint with other classes.
+            WeightsError: a checkpoint with different classes.
         """
         names = tuple(state["classes"]["names"])
         if names != self.classes.names:
@@ -162,7 +163,7 @@ class TrainerState:
 
 
 class RunCheckpointer(Checkpointer):
-    """fvcore's checkpointer with our files, which are written completely or not at all and read without running code.
+    """fvcore's checkpointer for our files, which are written completely or not at all and read without running code.
 
     Args:
         detector: model whose state dict becomes the node ``model``.
@@ -178,8 +179,8 @@ class RunCheckpointer(Checkpointer):
             remove_unfinished(folder)
 
     def save(self, name: str, iteration: int) -> None:
-        """Write ``<name>.pth``, in the first process. Unless it is the best one, it becomes the last checkpoint, and the oldest are
-        removed.
+        """Write ``<name>.pth``, in the first process. Unless it is the best one, it becomes the last checkpoint, and the oldest
+        numbered ones are removed.
 
         Raises:
             RunStoppedError: weights with a NaN or an infinity, or a file that cannot be written.
@@ -189,7 +190,7 @@ class RunCheckpointer(Checkpointer):
         content: dict[str, Any] = {"model": self.model.state_dict()}
         content |= {key: checkpointable.state_dict() for key, checkpointable in self.checkpointables.items()}
         for node in (content["trainer"], content["trainer"].get("_trainer", {})):
-            node.update({"iteration": iteration} if "iteration" in node else {})  # after an error in the next step theirs is higher
+            node.update({"iteration": iteration} if "iteration" in node else {})  # theirs is higher after an error in the next step
         folder = Path(self.save_dir)
         broken = not_finite(content["model"]) or not_finite(content["cpvt_det"]["ema"] or {})
         if broken:
@@ -205,17 +206,17 @@ class RunCheckpointer(Checkpointer):
         write_line(last_filename_basename, Path(self.save_dir) / TAG)
 
     def begin(self, resume: bool) -> int:
-        """Resume a run, or start one; and record which run the folder belongs to.
+        """Resume or start a run, and record which run the folder belongs to.
 
         Args:
-            resume: True: resume the run that the folder belongs to. False: resume only a run with this run's own id, which exists
-                if torchrun has restarted its processes; the folder may contain checkpoints of other runs.
+            resume: ``True`` resumes the run that the folder belongs to. ``False`` resumes only a run with this run's own id, which
+                exists if torchrun has restarted the processes; the folder may contain checkpoints of other runs.
 
         Returns:
             The next iteration; 0 if there is no checkpoint, with a warning if ``resume`` is True.
 
         Raises:
-            WeightsError: no readable checkpoint, or a checkpoint of another model or of other classes.
+            WeightsError: no readable checkpoint, or a checkpoint of a different model or different classes.
         """
         state: RunState = self.checkpointables["cpvt_det"]
         chosen = None
@@ -249,7 +250,7 @@ class RunCheckpointer(Checkpointer):
                 f"{path} cannot be resumed: it does not contain {', '.join(missing)}; start a new run from it with MODEL.WEIGHTS"
             )
         try:
-            self.checkpointables["cpvt_det"].load_state_dict(checkpoint["cpvt_det"])  # first: it logs what the config changed
+            self.checkpointables["cpvt_det"].load_state_dict(checkpoint["cpvt_det"])  # first: it logs changes of the config
             self.model.load_state_dict(checkpoint["model"])
             for name, checkpointable in self.checkpointables.items():
                 if name != "cpvt_det":
@@ -282,7 +283,7 @@ class RunCheckpointer(Checkpointer):
             state.best.waited, state.best.counted = 0, -1
 
     def _best_of(self, state: RunState) -> tuple[float | None, int]:
-        """Figure and iteration of the best evaluation; ``None`` and -1 if there is none to compare with."""
+        """Figure and iteration of the best evaluation; ``None`` and -1 if there is no comparable one."""
         best = self._read_best()
         if best is None or run_id_of(best) != state.run_id:
             return None, -1
@@ -311,7 +312,7 @@ class RunCheckpointer(Checkpointer):
 
 
 def _numbered(folder: Path, up_to: int) -> list[Path]:
-    """Checkpoints up to an iteration, highest first. Later ones belong to an earlier run, and this run must not remove them."""
+    """Numbered checkpoints up to an iteration, highest first. Higher ones belong to an earlier run and must not be removed."""
     found: Iterator[tuple[int, Path]] = (
         (int(match[1]), path) for path in folder.glob("model_*.pth") if (match := NUMBERED.match(path.stem))
     )

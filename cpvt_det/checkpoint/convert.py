@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of other projects' weights -> ours. Each source is a table; two general steps fuse q, k and v, and sort the heads."""
+"""Convert names of other projects' weights to ours. Each source has a table; two general steps fuse q, k and v, and sort heads."""
 
 import re
 from collections import defaultdict
@@ -33,9 +33,9 @@ class Conversion:
         marker: pattern that some names of this source match, but none of our names.
         renames: (pattern, replacement) pairs, applied one after the other.
         absent: pattern that no name of this source matches, which distinguishes it from other sources with the same marker.
-        drops_shared: True: of several equal tensors, its files contain only one.
-        convert: function from its tensors to ours, if new names are not enough; ``None`` if they are.
-        has_own_heads: True: every decoder layer has its own heads, and the proposals' heads have a separate name.
+        drops_shared: whether its files contain only one of several equal tensors.
+        convert: function that converts its tensors to ours, if new names are not enough; ``None`` if they are.
+        has_own_heads: whether every decoder layer has its own heads, and the proposals' heads have a separate name.
     """
 
     marker: str
@@ -207,8 +207,8 @@ def convert_state_dict(state_dict: Mapping[str, Tensor], source: str) -> dict[st
     """Rename weights of another project to our names.
 
     Shapes do not change, so class heads keep all their rows, with two exceptions. ``q_proj``, ``k_proj`` and ``v_proj`` are joined
-    into one tensor; class vectors for denoising beyond the rows of the class heads stand for nothing and are left out. If all
-    layers of a Deformable-DETR share their heads, one pair is kept; the last pair, that of the proposals, moves to the queries.
+    into one tensor. Class vectors for denoising beyond the rows of the class heads have no meaning and are left out. If all layers
+    of a Deformable-DETR share their heads, one pair is kept; the last pair, that of the proposals, moves to the queries.
 
     Args:
         state_dict: tensors under the names of ``source``; none is changed.
@@ -219,7 +219,7 @@ def convert_state_dict(state_dict: Mapping[str, Tensor], source: str) -> dict[st
 
     Raises:
         UnknownNameError: an unknown source.
-        WeightsError: names that do not belong to this source, or that belong to several; one of q, k and v missing; two tensors
+        WeightsError: names that do not belong to this source, or that belong to several sources; a missing q, k or v; two tensors
             with different values that would get the same name.
     """
     if source not in CONVERSIONS:
@@ -239,10 +239,10 @@ def convert_state_dict(state_dict: Mapping[str, Tensor], source: str) -> dict[st
 
 
 def detect_source(state_dict: Mapping[str, Tensor]) -> str | None:
-    """The source whose names these weights have; ``None`` for our names and unknown names.
+    """The source that uses the names of these weights; ``None`` for our names and unknown names.
 
     Raises:
-        WeightsError: names of several sources, or of another architecture.
+        WeightsError: names of several sources, or of an unsupported architecture.
     """
     for architecture, marker in OTHERS.items():
         if name := next((name for name in state_dict if re.search(marker, name)), None):
@@ -257,7 +257,7 @@ def detect_source(state_dict: Mapping[str, Tensor]) -> str | None:
 
 
 def _rename_all(state_dict: Mapping[str, Tensor], renames: Renames) -> dict[str, Tensor]:
-    """New names -> tensors. One tensor may have several old names, such as a head that the decoder contains too."""
+    """Tensors by their new names. One tensor may have several old names, such as a head that the decoder also contains."""
     renamed: dict[str, Tensor] = {}
     origins: dict[str, str] = {}
     for origin, tensor in state_dict.items():
@@ -290,13 +290,13 @@ def _fuse_projections(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _number_extra_levels(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Projections ``input_proj.extra_N`` of levels that the backbone does not have -> numbered after those of its maps."""
+    """Number projections ``input_proj.extra_N`` of levels that the backbone does not have, after those of the backbone's maps."""
     first = 1 + max((int(match[1]) for match in map(_MAP_PROJECTION.match, state_dict) if match), default=-1)
     return {_EXTRA_LEVEL.sub(lambda match: str(first + int(match[1])), name): t for name, t in state_dict.items()}
 
 
 def _cut_spare_labels(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Cut the spare vector of DINO's code, which creates one more vector than there are classes and never uses it."""
+    """Cut the spare vector of DINO's code, which creates one vector more than there are classes and never uses it."""
     head, labels = "class_embed.0.weight", "queries.denoising.label_enc.weight"
     if head in state_dict and labels in state_dict:
         return {**state_dict, labels: state_dict[labels][: len(state_dict[head])]}
@@ -304,12 +304,13 @@ def _cut_spare_labels(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _sort_heads(state_dict: dict[str, Tensor], refined: bool, complete: bool) -> dict[str, Tensor]:
-    """Heads ``class_embed.N`` and ``bbox_embed.N`` of a Deformable-DETR -> one pair or D pairs, and the proposals' pair if any.
+    """Turn heads ``class_embed.N`` and ``bbox_embed.N`` of a Deformable-DETR into one pair or D pairs, and the proposals' pair if
+    any.
 
     Args:
         state_dict: tensors under our names, with heads numbered as in their source.
-        refined: True: every layer is known to have its own heads; False: heads with equal values become one.
-        complete: True: tensors missing in a layer's heads are taken from the first layer's.
+        refined: whether every layer is known to have its own heads; ``False`` merges heads with equal values.
+        complete: whether tensors that are missing in a layer's heads are taken from the first layer's.
     """
     layers = 1 + max((int(match[1]) for match in map(_DECODER_LAYER.match, state_dict) if match), default=-1)
     heads: dict[int, dict[str, Tensor]] = defaultdict(dict)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An exported file, ONNX or OpenVINO, in place of a checkpoint; it is called with a batch, like its model."""
+"""An exported file, ONNX or OpenVINO, in place of a checkpoint. It is called with a batch, like the model it was made from."""
 
 import functools
 import json
@@ -25,7 +25,7 @@ METADATA_KEY = "cpvt_det"
 """Key of the JSON metadata that is written with a program."""
 PACKAGES = {"onnx": "onnxruntime", "openvino": "openvino"}
 SET_LATER = ("DEVICE", "WEIGHTS", "WEIGHTS_SHA256", "NUM_CLASSES")
-"""Keys of ``MODEL`` and of its nodes that a program does not depend on once it is written."""
+"""Keys of ``MODEL`` and of its nodes that have no effect on a program once it is written."""
 Run = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 
 
@@ -34,7 +34,7 @@ class Program(NamedTuple):
 
     Attributes:
         run: function of images (B, 3, H, W) float32 and padding mask (B, H, W) bool that returns the program's outputs.
-        facts: its metadata; empty for a program of another project.
+        facts: metadata of the program; empty for a program of another project.
     """
 
     run: Run
@@ -42,7 +42,7 @@ class Program(NamedTuple):
 
 
 class ExportedModel(nn.Module):
-    """An exported program that is called like its model; it has no weights here, and its answers are already decoded.
+    """An exported program that is called like its model. This module has no weights, and the program's answers are already decoded.
 
     Args:
         program: the program; its metadata contains ``stride`` and ``fixed``, the dimensions that may not change between calls.
@@ -57,11 +57,11 @@ class ExportedModel(nn.Module):
         self.fixed: dict[str, int] = program.facts["fixed"]
 
     def preprocess(self, images: Sequence[Tensor]) -> PaddedBatch:
-        """Images (3, h, w) in [0, 255] on one canvas, as floats; the program normalises them."""
+        """Put images (3, h, w) in [0, 255] on one canvas, as floats; the program normalises them."""
         return PaddedBatch.from_images([image.float() for image in images], self.size_divisibility)
 
     def forward(self, images: Tensor, padding_mask: Tensor) -> tuple[Tensor, ...]:
-        """The program's answers, as in :meth:`cpvt_det.export.program.ExportModule.forward`.
+        """Run the program; its answers are as in :meth:`cpvt_det.export.program.ExportModule.forward`.
 
         Args:
             images: (B, 3, H, W) float32 from 0 to 255.
@@ -86,7 +86,7 @@ class ExportedModel(nn.Module):
 
 
 def is_exported(word: str | os.PathLike[str]) -> bool:
-    """Whether a path is that of an exported program, judged by its suffix."""
+    """Whether a path leads to an exported program, judged by its suffix."""
     return Path(word).suffix in EXPORTED
 
 
@@ -115,7 +115,7 @@ def load_model(
 
 
 def load_for_evaluation(cfg: CfgNode, classes: Classes) -> tuple[ExportedModel, Thresholds | None]:
-    """The program in ``MODEL.WEIGHTS``, for a run that evaluates it, and its score thresholds.
+    """Load the program in ``MODEL.WEIGHTS`` and its score thresholds, for a run that evaluates it.
 
     Args:
         cfg: config of the run.
@@ -168,7 +168,7 @@ def _open_onnx(path: str) -> Program:
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
-    options.log_severity_level = 3  # errors only: warnings are about its changes to the graph
+    options.log_severity_level = 3  # errors only, because warnings are about the runtime's changes to the graph
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
     def run(images: Tensor, padding_mask: Tensor) -> tuple[Tensor, ...]:
@@ -182,8 +182,8 @@ def _open_onnx(path: str) -> Program:
 def openvino_core() -> Any:
     """The ``openvino.Core`` of this process.
 
-    Each core with a compiled model sets a stack for signals, and unmaps it when the core is destroyed. After two cores one after
-    the other (OpenVINO 2026.4), the process is left with an unmapped stack. Ctrl-C or the end of a data worker then causes a
+    Each core with a compiled model sets a stack for signals, and unmaps it when the core is destroyed. If a process uses two cores
+    one after the other (OpenVINO 2026.4), it is left with an unmapped stack. Ctrl-C or the end of a data worker then causes a
     segmentation fault.
     """
     import openvino
@@ -236,7 +236,7 @@ def _require_fitting(cfg: CfgNode, stored: CfgNode, origin: str) -> None:
 
 
 def _differing(stored: CfgNode, used: CfgNode, name: str, keys: Sequence[str] = ()) -> list[str]:
-    """Names of keys whose values differ; keys that only one of the configs has do not count."""
+    """Names of keys whose values differ. Keys that only one of the configs has do not count."""
     found = []
     for key in keys or (set(stored) & set(used)) - set(SET_LATER):
         mine, other = stored[key], used[key]

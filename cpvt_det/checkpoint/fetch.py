@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Public weights -> files on this machine, through huggingface_hub or, for other addresses, torch.hub.
+"""Fetch public weights to this machine, through huggingface_hub or, for other addresses, torch.hub.
 
-A file gets its name here only after it was checked. While one process fetches a file, others that need it wait. Importing this
+A file gets its final name only after it was checked. While one process fetches a file, others that need it wait. Importing this
 module fetches nothing.
 """
 
@@ -25,11 +25,11 @@ from cpvt_det.checkpoint.starts import STARTER, Place, Start, find_start, starts
 from cpvt_det.common.errors import WeightsError, first_line
 
 HOME = "CPVT_DET_WEIGHTS"
-"""Environment variable that names the folder for files that do not come from the hub, and for those that a user puts there."""
+"""Environment variable that names the folder for files that do not come from the hub, and for files that a user provides."""
 TIMEOUT = 10.0
-"""Seconds to wait for a server that does not answer; huggingface_hub's default is the same."""
+"""Time in seconds to wait for a server that does not answer, the same as huggingface_hub's default."""
 FOLDER_FILES = ("config.json", CONFIG, WEIGHTS, f"{WEIGHTS}.sha256", CLASSES, THRESHOLDS)
-"""The files of a repository that are fetched; none of them can run code."""
+"""The files of a repository that are fetched; no file of these kinds can run code."""
 EXPORTED = {".onnx": "onnx", ".xml": "openvino"}
 """File name suffix of an exported program -> its format."""
 SUFFIXES = (".pth", ".pt", ".bin", ".safetensors", ".pkl", ".ckpt", ".yaml", *EXPORTED)
@@ -67,7 +67,7 @@ def weights_folder() -> Path:
 
 
 def path_of(start: Start, place: Place | None = None) -> Path:
-    """The path where a file is looked for first, no matter who put it there."""
+    """The path that is searched first for a file, no matter who put the file there."""
     return weights_folder() / start.name / ("model.pth" if place is None else place.file)
 
 
@@ -89,7 +89,7 @@ def find(start: Start) -> Path | None:
 
 
 def fetch(start: Start) -> Path:
-    """The file of public weights; if it is not on this machine, it is fetched from the first of its places that has it.
+    """The file of public weights. If it is not on this machine, it is fetched from the first of its places that has it.
 
     Raises:
         WeightsError: a file that cannot be fetched or is not the one in the table; the message says how to put it there by hand.
@@ -112,7 +112,7 @@ def fetch(start: Start) -> Path:
 
 
 def fetch_folder(repo_id: str, **options: Any) -> Path:
-    """Fetch a model folder from Hugging Face's hub; without a network, use the one that was fetched before.
+    """Fetch a model folder from Hugging Face's hub; without a network, use the copy that was fetched before.
 
     Args:
         repo_id: name of the repository, ``user/name``.
@@ -128,7 +128,7 @@ def fetch_folder(repo_id: str, **options: Any) -> Path:
 
     with hub_errors(f"fetch {repo_id} from"):
         folder = Path(snapshot_download(repo_id, allow_patterns=list(FOLDER_FILES), **options))
-    if not (folder / WEIGHTS).is_file():  # the folder does not even exist where no file is fetched
+    if not (folder / WEIGHTS).is_file():  # the folder does not even exist if no file was fetched
         raise WeightsError(f"{repo_id} on Hugging Face's hub has no {WEIGHTS}: it is no model that is known here")
     return folder
 
@@ -160,7 +160,7 @@ def _from_hub(place: Place) -> Path:
     from huggingface_hub.utils import get_session
 
     repo, revision, file = place.hub
-    get_session().head(place.url, timeout=TIMEOUT)  # without a network the download would try again for half a minute
+    get_session().head(place.url, timeout=TIMEOUT)  # without a network, the download would retry for half a minute
     path = Path(hf_hub_download(repo, file, revision=revision))
     _require_same(path, place)
     return path
@@ -172,7 +172,7 @@ def _from_url(place: Place, path: Path) -> Path:
     with FileLock(f"{path}.lock"):
         if path.is_file():  # another process has fetched it meanwhile
             return path
-        for left in path.parent.glob(f"{part.name}*"):  # by a killed process
+        for left in path.parent.glob(f"{part.name}*"):  # left by a killed process
             left.unlink()
         print(f"{place.url} -> {path}", file=sys.stderr)
         socket.setdefaulttimeout(TIMEOUT)  # torch.hub sets none

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoint files: read without running code, written completely or not at all, each with a checksum file."""
+"""Checkpoint files: they are read without running code and written completely or not at all, each with a checksum file."""
 
 import argparse
 import hashlib
@@ -19,13 +19,13 @@ from cpvt_det.common.errors import RunStoppedError, WeightsError, first_line
 from cpvt_det.common.files import atomic_file
 
 UNPACKED = 10  # largest ratio of unpacked size to file size; weights hardly compress
-SLACK = 1 << 20  # bytes that are allowed beyond it
+SLACK = 1 << 20  # bytes that are allowed in addition
 PREFIXES = ("module.", "model.", "net.", "detector.")
-"""Prefixes that wrappers put before all names of a model: torch's for several GPUs and averages, and usual ones in Lightning."""
+"""Prefixes that wrappers put before all names of a model: torch's for several GPUs and averages, and common ones in Lightning."""
 INSIDE = re.compile(r"(^|(?<=\.))(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 """Parts that torch inserts anywhere in the names of compiled, sharded or checkpointed modules."""
 TRANSFORMERS = re.compile(r"model\.(encoder|decoder)\.")
-"""Beginning of transformers' own names, which may all start with ``model.``, because a shared head is named only in the decoder."""
+"""Beginning of names of the package transformers. All may start with ``model.``, because only the decoder names a shared head."""
 
 
 def read_checkpoint(path: str | Path, only_look: bool = False) -> Any:
@@ -35,9 +35,9 @@ def read_checkpoint(path: str | Path, only_look: bool = False) -> Any:
     ``argparse.Namespace``, numpy arrays and numpy numbers, which official DETR checkpoints contain.
 
     Args:
-        path: path of the file; ``.safetensors`` means that format, ``.pkl`` a pickle of arrays (detectron2's model zoo), any other
-            suffix torch's format.
-        only_look: True: leave torch's tensors on the disk and read only the rest; damage to tensors then goes unnoticed.
+        path: path of the file. Its suffix gives the format: ``.safetensors``, ``.pkl`` for a pickle of arrays (detectron2's model
+            zoo), and any other for torch's format.
+        only_look: whether to leave torch's tensors on the disk and read only the rest; damage to tensors then goes unnoticed.
 
     Returns:
         The saved object; for a checkpoint a dict.
@@ -68,7 +68,7 @@ def checksum_of(path: Path) -> Path:
 
 
 def _require_whole(path: Path) -> None:
-    """Compare with the checksum file; without one, with the checksums inside torch's zip format.
+    """Compare a file with its checksum file or, if there is none, with the checksums inside torch's zip format.
 
     Raises:
         WeightsError: a checksum that differs.
@@ -108,7 +108,7 @@ def sha256_of(path: Path) -> str:
 
 
 def state_dict_of(checkpoint: Any, where: str = "the checkpoint", prefixes: Sequence[str] = PREFIXES) -> dict[str, Tensor]:
-    """The weights in a checkpoint: its moving average, its ``model``, its ``state_dict``, or all of it.
+    """The weights in a checkpoint: its moving average, ``model`` or ``state_dict``, or the checkpoint itself.
 
     Args:
         checkpoint: object that :func:`read_checkpoint` returned.
@@ -160,7 +160,7 @@ def not_finite(state_dict: dict[str, Tensor]) -> str:
 
 
 def write_checkpoint(obj: Any, path: str | Path) -> None:
-    """Save ``obj`` and its checksum. Whatever happens, ``path`` has either its old content or all of the new content.
+    """Save ``obj`` and its checksum. After any interruption, ``path`` has either its old content or all of the new content.
 
     Args:
         obj: object that ``torch.save`` accepts; for a path that ends in ``.safetensors``, a dict of tensors.
@@ -214,7 +214,7 @@ def _allowed_globals() -> list[Any]:
 
 
 def _why_unwritten(error: BaseException) -> str:
-    """The file system's message, which torch hides behind an error of its own."""
+    """The message of the file system, which torch hides behind its own error."""
     while not isinstance(error, OSError) and error.__context__ is not None:
         error = error.__context__
     return error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)

@@ -22,22 +22,22 @@ logger = logging.getLogger("cpvt_det")
 def load_initial_weights(
     cfg: CfgNode, detector: nn.Module, classes: Classes, for_evaluation: bool = False, allow_partial: bool = False
 ) -> Thresholds | None:
-    """Load ``MODEL.WEIGHTS``, or else ``MODEL.BACKBONE.WEIGHTS``, and log which tensors were loaded.
+    """Load ``MODEL.WEIGHTS`` or, if it is empty, ``MODEL.BACKBONE.WEIGHTS``, and log which tensors were loaded.
 
     Args:
         cfg: config of the run.
         detector: model that is changed in place.
         classes: classes that the detector's labels stand for.
-        for_evaluation: True: every weight of the model must be loaded.
-        allow_partial: True: in evaluation too, a part of the model may keep its random weights.
+        for_evaluation: whether every weight of the model must be loaded.
+        allow_partial: whether a part of the model may keep its random weights even in evaluation.
 
     Returns:
         The score thresholds stored with ``MODEL.WEIGHTS``; ``None`` if there are none.
 
     Raises:
-        WeightsError: weights that cannot be read, belong to another backbone, or differ from the model in shape (class heads and
-            queries may differ); in training also weights with a NaN or an infinity; in evaluation also missing weights, or weights
-            for only a part of the model.
+        WeightsError: weights that cannot be read, belong to a different backbone, or differ from the model in shape (class heads
+            and queries may differ). In training also weights with a NaN or an infinity. In evaluation also missing weights, or
+            weights for only a part of the model.
     """
     backbone = cfg.MODEL.BACKBONE
     if cfg.MODEL.WEIGHTS:
@@ -78,7 +78,7 @@ def load_initial_weights(
 
 
 def _starts_frozen(cfg: CfgNode) -> bool:
-    """Whether keys that the backbone takes freeze some of its initial weights or statistics."""
+    """Whether the backbone's options freeze some of its initial weights or statistics."""
     freezing = {"NORM": cfg.MODEL.BACKBONE.NORM == "FrozenBN", "FREEZE_AT": cfg.MODEL.BACKBONE.FREEZE_AT > 0}
     taken = BACKBONE_REGISTRY.parameters(cfg.MODEL.BACKBONE.NAME) if cfg.MODEL.BACKBONE.NAME in BACKBONE_REGISTRY else {"freeze_at"}
     return any(value and key.lower() in taken for key, value in freezing.items())

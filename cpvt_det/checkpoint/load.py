@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights -> a model: load what fits by name and shape, class rows by class name, and report the rest."""
+"""Load weights into a model: tensors that fit by name and shape, and class rows by class name; report the rest."""
 
 import re
 from collections import Counter
@@ -28,17 +28,17 @@ class WeightsReport:
 
     Attributes:
         loaded: names in the model that were loaded.
-        remade: names in both that kept the model's initial values -> reason.
-        missing: names in the model only; they kept the initial values too.
+        remade: reason by name, for names in both that kept the model's initial values.
+        missing: names in the model only; these also kept the initial values.
         unexpected: names in the weights only.
-        rows_by_name: if the classes differ: class name -> row of the weights that was loaded for it; ``None`` for a class that kept
-            its initial row; empty if the classes agree.
-        near_names: class name that was not found -> class name of the weights that differs only in case, spaces or a plural.
-        first_row_only: names among ``loaded`` of which only row 0 was loaded: class heads of proposals whose row 0 means "an
-            object"; the other rows stand for no class and were only trained to give low scores.
-        first_queries: names among ``loaded`` of which only the first rows were loaded -> how many. These are query vectors in the
-            order of the proposals, for example from weights with a hybrid branch in a model without one.
-        training_only: names in the weights only that only training needs: labels of denoising.
+        rows_by_name: row of the weights that was loaded for each class name; ``None`` for a class that kept its initial row. Empty
+            if the classes agree.
+        near_names: class name of the weights that differs only in case, spaces or a plural, for a class name that was not found.
+        first_row_only: names among ``loaded`` of which only row 0 was loaded. These are class heads of proposals whose row 0 means
+            "an object"; the other rows stand for no class and were only trained to give low scores.
+        first_queries: number of rows by name, for names among ``loaded`` of which only the first rows were loaded. These are query
+            vectors in the order of the proposals, for example from weights with a hybrid branch in a model without one.
+        training_only: names that are only in the weights and that only training needs, such as labels of denoising.
         source: source of the weights' original names, a key of ``CONVERSIONS``; ``None`` for our names.
         thresholds: score thresholds stored with the weights, for their own classes; ``None`` if there are none.
     """
@@ -73,8 +73,8 @@ class WeightsReport:
         return "; ".join(parts)
 
     def table(self) -> str:
-        """A table of tensors that were not loaded and why, or "every tensor loaded"; names that differ only in a layer's number are
-        in one row."""
+        """A table of tensors that were not loaded and why, or "every tensor loaded". Names that differ only in layer number are one
+        row."""
         rows = [("re-initialised", name, reason) for name, reason in _grouped(self.remade.items())]
         rows += [("missing", name, "only in the model") for name, _ in _grouped((name, "") for name in self.missing)]
         rows += [("unexpected", name, "only in the weights") for name, _ in _grouped((name, "") for name in self.unexpected)]
@@ -159,7 +159,7 @@ def _beside_pegs(state_dict: Mapping[str, Tensor], own: Mapping[str, Tensor]) ->
 
 
 def _first_by_rank(state_dict: Mapping[str, Tensor], model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Cut query vectors to the model's number, if the i-th query starts at the i-th best proposal; also return notes on the cut."""
+    """Cut query vectors to the model's number if the i-th query starts at the i-th best proposal; also return notes on the cut."""
     name, cut = "queries.query_embed.weight", dict(state_dict)
     vectors = model.state_dict().get(name) if isinstance(getattr(model, "queries", None), MixedQueries) else None
     given = state_dict.get(name)
@@ -174,13 +174,13 @@ def load_backbone_weights(backbone: nn.Module, weights: str, name: str) -> None:
 
     Args:
         backbone: backbone that is changed in place.
-        weights: argument of its ``load_pretrained``: for a ResNet the name of torchvision weights, or a file. If the file is one of
-            our classifiers or detectors, its backbone is used.
+        weights: argument of the backbone's ``load_pretrained``, such as a file or, for a ResNet, a name of torchvision weights. If
+            the file contains one of our classifiers or detectors, its backbone is used.
         name: name of the backbone in error messages, such as ``resnet50``.
 
     Raises:
         UnknownNameError: neither a known name nor a file.
-        WeightsError: a backbone without pretrained weights, a failed download, or weights of another network.
+        WeightsError: a backbone without pretrained weights, a failed download, or weights of a different network.
     """
     if not hasattr(backbone, "load_pretrained"):
         raise WeightsError(f"backbone {name} cannot load pretrained weights, got {weights!r}: leave MODEL.BACKBONE.WEIGHTS empty")
@@ -194,7 +194,7 @@ def _read_network(path: str) -> dict[str, Tensor]:
 
 
 def nearly_named(names: Sequence[str], known: Sequence[str]) -> dict[str, str]:
-    """Names -> known names that differ only in case, spaces, hyphens or a plural ending; a suggestion, never a match."""
+    """For each name, a known name that differs only in case, spaces, hyphens or a plural ending; a suggestion, never a match."""
     pairs = {name: [other for other in known if _alike(other) & _alike(name)] for name in names}
     return {name: others[0] for name, others in pairs.items() if others}
 
@@ -205,7 +205,7 @@ def _alike(name: str) -> set[str]:
 
 
 def _rows_by_name(read: Weights, class_names: Sequence[str] | None) -> dict[str, int | None]:
-    """The row of the weights' heads for each class name; empty if the classes are the same, or the weights' are unknown."""
+    """The row of the weights' heads for each class name; empty if the classes agree, or if those of the weights are unknown."""
     if class_names is None or read.classes is None or tuple(class_names) == read.classes.names:
         return {}
     if len(set(class_names)) != len(class_names):
@@ -247,7 +247,7 @@ def _why_remade(name: str, tensor: Tensor, own: Tensor, meaning: str) -> str:
 
 
 def _pick_rows(tensor: Tensor, own: Tensor, read: Weights, rows_by_name: Mapping[str, int | None]) -> Tensor | None:
-    """Pick rows by class name; ``None`` between softmax and sigmoid heads, as only softmax logits are relative to "no object"."""
+    """Pick rows by class name; ``None`` between softmax and sigmoid heads: only softmax logits are relative to "no object"."""
     background = len(own) - len(rows_by_name)
     pairs = [(here, there) for here, there in enumerate(rows_by_name.values()) if there is not None]
     if not pairs or background != len(tensor) - len(read.classes) or tensor.shape[1:] != own.shape[1:]:
@@ -270,6 +270,6 @@ def _shape(tensor: Tensor) -> str:
 
 
 def _grouped(named: Any) -> list[tuple[str, str]]:
-    """(name, reason) pairs with stars for numbers in names, each pair once, with its count."""
+    """Group (name, reason) pairs: numbers in names become stars, and each pair occurs once, with its count."""
     counts = Counter((re.sub(r"\.\d+(?=\.)", ".*", name), reason) for name, reason in named)
     return [(f"{name} ({count})" if count > 1 else name, reason) for (name, reason), count in counts.items()]

@@ -28,7 +28,7 @@ def save_model(
     config: str,
     thresholds: Thresholds | None = None,
 ) -> None:
-    """Write a model folder; if config, weights or classes cannot be written, the old files are kept.
+    """Write a model folder. If config, weights or classes cannot be written, the old files stay.
 
     Args:
         folder: path of the folder; it is created if it does not exist.
@@ -42,7 +42,7 @@ def save_model(
         RunStoppedError: weights that cannot be written, for example because the disk is full.
     """
     folder = Path(folder).expanduser()
-    # Cloned: heads shared by several decoder layers have several names, which safetensors refuses.
+    # Cloned, because heads shared by several decoder layers have several names, which safetensors refuses.
     tensors = {name: tensor.detach().cpu().clone() for name, tensor in state_dict.items()}
     categories = [{"id": class_id, "name": name} for class_id, name in zip(classes.ids, classes.names, strict=True)]
     try:
@@ -51,7 +51,7 @@ def save_model(
             config_file.write(config.encode())
             classes_file.write((json.dumps(categories, indent=1, ensure_ascii=False) + "\n").encode())
             write_checkpoint(tensors, folder / WEIGHTS)
-        (folder / THRESHOLDS).unlink(missing_ok=True)  # thresholds of another model
+        (folder / THRESHOLDS).unlink(missing_ok=True)  # thresholds of an earlier model
         if thresholds is not None:
             write_json(thresholds.state_dict(), folder / THRESHOLDS, indent=1)
     except OSError as error:
@@ -67,7 +67,7 @@ def read_node(folder: Path) -> dict[str, Any]:
     """The content of a checkpoint's node ``cpvt_det``, from the files of a model folder.
 
     Raises:
-        WeightsError: a file that is missing or has another format.
+        WeightsError: a file that is missing or has a different format.
     """
     classes, config = folder / CLASSES, folder / CONFIG
     try:

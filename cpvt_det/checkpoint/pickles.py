@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pickles of arrays, as in detectron2's model zoo, read without running code from the file.
 
-A pickle names functions and calls them. Here the few names needed for arrays stand for functions of this module, which only store
-their arguments; every other name is refused. This module creates the arrays afterwards, and their size is limited by the size of
-the file. Before unpickling, all operations are checked, because some can make Python allocate any amount of memory.
+A pickle names functions and calls them. Here, the few names that arrays need stand for functions of this module that only store
+their arguments, and every other name is refused. This module creates the arrays afterwards, and their size is limited by the size
+of the file. All operations are checked before unpickling, because some of them can make Python allocate any amount of memory.
 """
 
 import pickle
@@ -37,7 +37,7 @@ class _Dtype:
 
 
 class _Array:
-    """Stand-in for an array, which numpy creates empty and then gives a state, or creates from a buffer."""
+    """Stand-in for an array; numpy either creates it empty and then gives it a state, or creates it from a buffer."""
 
     def __init__(self, *_: Any):
         self.parts: tuple = (b"", _Dtype("f8"), (0,), "C")
@@ -64,7 +64,7 @@ def _number(dtype: _Dtype, content: bytes) -> Any:
 
 
 class _Maker:
-    """Calls a function. Unlike a function it has no attributes that a pickle's BUILD could set."""
+    """A callable that calls a function. Unlike a function, it has no attributes that a pickle's BUILD could set."""
 
     __slots__ = ("_make",)
 
@@ -115,7 +115,7 @@ class _Unpickler(pickle.Unpickler):
         return made
 
     def _bytes_of(self, text: str, encoding: str) -> bytes:
-        """The same bytes object each time for the same text, because a pickle may ask for it any number of times."""
+        """The bytes of a text; the same object for the same text, because a pickle may ask for it any number of times."""
         if id(text) not in self._encoded:
             self._encoded[id(text)] = text, text.encode("latin1")
         return self._encoded[id(text)][1]
@@ -139,14 +139,14 @@ def read_pickle(path: Path) -> Any:
 
 
 def _look_through(file: BinaryIO, size: int) -> None:
-    """Refuse allocations far beyond the file's size. Python reserves a place for every index up to the largest in the file."""
+    """Refuse allocations far beyond the file's size. Python reserves a slot for every index up to the largest in the file."""
     for operation, argument, _ in pickletools.genops(file):
         if operation.name in ASKING and argument > size:
             raise WeightsError(f"refused, because it asks for {TOO_LITTLE}: {argument} {ASKING[operation.name]}")
 
 
 class _Plain:
-    """Turns unpickled objects into plain containers and tensors.
+    """A converter of unpickled objects to plain containers and tensors.
 
     Args:
         size: size of the file in bytes, which limits the size of all tensors together.
@@ -154,7 +154,7 @@ class _Plain:
 
     def __init__(self, size: int):
         self._left = 2 * size + SLACK
-        self._done: dict[int, Any] = {}  # results by id of the object: a pickle may contain one object many times
+        self._done: dict[int, Any] = {}  # results by id of the object, because a pickle may contain one object many times
 
     def of(self, value: Any) -> Any:
         if isinstance(value, PLAIN):

@@ -3,7 +3,7 @@
 
 _STAGES = range(4)
 NOT_WEIGHTS = r"\.(num|n)_points_scale$|^transformer\.decoder\.(anchors|valid_mask)$"
-"""Constants stored with the weights, which our modules compute where they are needed."""
+"""Constants that the files store with the weights; our modules compute them where they are needed."""
 
 _QUERIES = (
     (r"^(model|decoder)\.denoising_class_embed\.", "queries.denoising.label_enc."),
@@ -13,7 +13,7 @@ _QUERIES = (
     (r"^(model|decoder)\.enc_bbox_head\.", "queries.bbox_embed."),
     (r"^(model\.)?decoder\.query_pos_head\.", "queries.ref_point_head."),
 )
-# The authors': D-FINE's backbone has timm's names already.
+# The authors' names; D-FINE's backbone already has timm's.
 AUTHORS = (
     *_QUERIES,
     (r"^backbone\.conv1\.conv1_1\.conv\.", "backbone.body.conv1.0."),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of other projects -> the config of their model: by their hash where it is known, else by names and shapes.
+"""Find the config of other projects' weights: by the file's hash if it is known, otherwise by names and shapes.
 
 Settings that names and shapes do not show get their usual values: 8 heads in DETR, 4 points in deformable attention, no DC5.
 """
@@ -35,7 +35,7 @@ def recognise(state_dict: Mapping[str, Tensor], source: str, start: Start | None
     Args:
         state_dict: tensors under our names.
         source: source of their original names, a key of ``CONVERSIONS``.
-        start: entry of these public weights, if it is known.
+        start: entry of these public weights in the table, if they are known.
 
     Returns:
         The config as YAML; ``None`` if the backbone is not a ResNet, or if the weights are not a detector's.
@@ -48,7 +48,7 @@ def recognise(state_dict: Mapping[str, Tensor], source: str, start: Start | None
     is_detr = "class_embed.weight" in shapes
     try:
         words = _backbone(shapes) | _transformer(shapes) | (_detr(shapes) if is_detr else _deformable(shapes))
-    except KeyError:  # a name is missing that all these detectors have
+    except KeyError:  # a name that all these detectors have is missing
         return None
     config = "detr_r50_sine_50ep" if is_detr else _kind(shapes, source)
     return load_cfg(f"coco/{config}.yaml", [str(word) for pair in words.items() for word in pair]).dump()

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checkpoint that a run is resumed from: the furthest undamaged one of the same run.
+"""Choose the checkpoint that a run is resumed from: the undamaged one of the same run with the highest iteration.
 
-A folder may contain checkpoints of several runs, one after the other. Its file ``run_id`` names the run that was started or resumed
-there last, and the node ``cpvt_det`` of a checkpoint names its run. Checkpoints from before run ids existed are identified by seed.
+A folder may contain checkpoints of several runs, one after the other. Its file ``run_id`` names the run that was last started or
+resumed there, and the node ``cpvt_det`` of a checkpoint names its run. Checkpoints from before run ids existed are identified by
+seed.
 """
 
 import logging
@@ -21,7 +22,7 @@ FINAL = "model_final"
 NUMBERED = re.compile(r"^model_(\d{7,})$")
 RUN_ID, TAG = "run_id", "last_checkpoint"
 SEEN = 60.0
-"""Seconds after which every machine sees a new file of a shared folder."""
+"""Time in seconds after which every machine sees a new file in a shared folder."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Candidate:
         path: path of the file.
         run_id: id of its run, from :func:`run_id_of`.
         iteration: last iteration before it was saved.
-        is_tagged: True for the checkpoint named in ``last_checkpoint``.
+        is_tagged: whether ``last_checkpoint`` names this checkpoint.
         written: time of its last change, in nanoseconds.
     """
 
@@ -44,7 +45,7 @@ class Candidate:
 
 
 def run_id_of(checkpoint: Mapping[str, Any]) -> str:
-    """The id of a checkpoint's run, or else its seed; empty if the checkpoint contains neither."""
+    """The id of a checkpoint's run or, if it has none, its seed; empty if the checkpoint contains neither."""
     node = checkpoint.get("cpvt_det")
     return str(node.get("run_id", node.get("seed", ""))) if isinstance(node, Mapping) else ""
 
@@ -59,9 +60,10 @@ def last_checkpoint(folder: str | Path) -> Path:
 
 
 def choose_to_resume(folder: str | Path) -> tuple[Path, dict[str, Any]]:
-    """The furthest undamaged checkpoint of the run that the folder names, and its content.
+    """The undamaged checkpoint with the highest iteration of the run that the folder names, and its content.
 
-    If that run has none, the newest one of another run is used, with a warning. Other warnings name skipped files and the reasons.
+    If that run has no undamaged checkpoint, the newest one of another run is used, with a warning. Other warnings name skipped
+    files and the reasons.
 
     Raises:
         WeightsError: a folder without a checkpoint, or with damaged ones only.
@@ -91,7 +93,7 @@ def choose_to_resume(folder: str | Path) -> tuple[Path, dict[str, Any]]:
 
 
 def choose_of_run(folder: str | Path, run_id: str) -> tuple[Path, dict[str, Any]] | None:
-    """The furthest undamaged checkpoint of one run, and its content; ``None`` if there is none."""
+    """The undamaged checkpoint with the highest iteration of one run, and its content; ``None`` if there is none."""
     candidates = [one for one in _look(Path(folder))[0] if one.run_id == run_id]
     return _first_whole(sorted(candidates, key=lambda one: (one.iteration, one.is_tagged, one.written), reverse=True), {})
 
@@ -118,7 +120,7 @@ def name_run(folder: str | Path, run_id: str) -> None:
 
 
 def named_run(folder: str | Path) -> str:
-    """The run that was started or resumed last in a folder; empty if no file names it."""
+    """The run that was last started or resumed in a folder; empty if no file names it."""
     file = Path(folder) / RUN_ID
     return file.read_text(encoding="utf-8", errors="replace").strip() if file.is_file() else ""
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Public weights by name: where a file is, what it is, and the config that it belongs to. The table is ``configs/_starts.yaml``."""
+"""Public weights by name: place and content of each file, and the config it belongs to. The table is ``configs/_starts.yaml``."""
 
 import os
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from cpvt_det.config import config_root
 
 TABLE = "_starts.yaml"
 STARTER = "starter_lite0"
-"""Name of the detector that comes with the package: small, for a CPU, trained on photographs of many things, not on COCO."""
+"""Name of the detector that comes with the package. It is small, for a CPU, and was trained on various photographs, not on COCO."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Place:
 
     Attributes:
         where: URL, or ``owner/name@revision/file`` on Hugging Face's hub.
-        sha256: hash of this file; empty if none was published. A file in another format or on a mirror has another hash.
+        sha256: hash of this file; empty if none was published. A file in a different format or on a mirror has a different hash.
         megabytes: size of this file, rounded; 0 if it is unknown.
     """
 
@@ -51,7 +51,7 @@ class Place:
 
     @property
     def described(self) -> str:
-        """Size and hash, as far as they are known."""
+        """Size and hash of the file, as far as they are known."""
         return f"{f'{self.megabytes} MB' if self.megabytes else 'size unknown'}, SHA-256 {self.sha256 or 'unknown'}"
 
 
@@ -60,13 +60,13 @@ class Start:
     """Public weights of a detector that was trained on COCO 2017.
 
     Attributes:
-        name: word that stands for them.
-        config: config of the package that they belong to.
+        name: word by which users name the weights.
+        config: config of the package that the weights belong to.
         overrides: KEY VALUE words that change this config.
         ap: box AP on COCO val2017 in percent, as the publisher states it.
-        epochs: epochs that they were trained for.
+        epochs: number of epochs that the weights were trained for.
         rows: number of rows in the class head.
-        publisher: name of those who trained them, and of those who host a copy.
+        publisher: name of those who trained the weights, and of those who host a copy.
         licence: licence of the weights, as the publisher states it.
         source: source of the names, a key of ``CONVERSIONS``.
         places: addresses of the file and of its copies; empty if it must be downloaded by hand from ``page``.
@@ -88,7 +88,7 @@ class Start:
 
 @cache
 def starts() -> dict[str, Start]:
-    """Name -> public weights."""
+    """All public weights by name."""
     table = yaml.safe_load((config_root() / TABLE).read_text(encoding="utf-8"))
     for row in table.values():
         row["places"] = tuple(Place(**place) for place in row.get("places", ()))

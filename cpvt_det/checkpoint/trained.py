@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint that contains its config and its classes -> a detector that is ready to use."""
+"""Turn a checkpoint that contains its config and its classes into a detector that is ready to use."""
 
 import os
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ class Trained:
 
 
 def config_to_use(weights: Weights, device: str | torch.device | None, config_file: str, overrides: Sequence[str]) -> CfgNode:
-    """The config of weights, or the one that replaces it, with device and overrides; arguments as in :func:`load_trained`."""
+    """The config of weights, or the config that replaces it, with device and overrides; arguments as in :func:`load_trained`."""
     if config_file:
         cfg = load_cfg(config_file, overrides)
     else:
@@ -61,7 +61,7 @@ def load_trained(
     Args:
         path: any weights that ``MODEL.WEIGHTS`` accepts.
         device: device of the detector; ``None`` for a CUDA GPU if torch finds one, else the CPU.
-        config_file: config that replaces the checkpoint's own; weights with neither are refused.
+        config_file: config that replaces the checkpoint's own. Weights without either config are refused.
         overrides: KEY VALUE words that change the config.
 
     Raises:
@@ -96,7 +96,7 @@ def config_of_weights(weights: Weights) -> CfgNode:
     """The config that weights were trained with.
 
     Raises:
-        WeightsError: weights whose config is unknown or belongs to another version.
+        WeightsError: weights whose config is unknown or belongs to a different version.
     """
     if weights.config is None:
         origin = "" if weights.source is None else f"comes from another project ({weights.source}) and "
@@ -106,7 +106,7 @@ def config_of_weights(weights: Weights) -> CfgNode:
         )
     cfg, source = get_cfg(), f"the config in {weights.origin}"
     stored = parse_config(weights.config, source)
-    for group in set(stored) - {"MODEL", "INPUT"}:  # unknown keys, such as training keys of another version, change no detection
+    for group in set(stored) - {"MODEL", "INPUT"}:  # unknown keys, such as another version's training keys, change no detection
         _keep_known(stored, group, cfg)
     try:
         merge_checked(cfg, stored, source)

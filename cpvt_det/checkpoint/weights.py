@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A file, a folder or a dict -> weights under our names, and the classes that the rows of their class heads stand for."""
+"""Read a file, a folder or a dict as weights under our names, with the classes that the rows of their class heads stand for."""
 
 import json
 import re
@@ -22,7 +22,7 @@ from cpvt_det.evaluation.thresholds import Thresholds
 
 CLASS_HEAD = re.compile(r"^(class_embed\.(\d+\.)?|distilled_embed\.)(weight|bias)$")
 PROPOSALS_HEAD = re.compile(r"^queries\.class_embed\.(weight|bias)$")
-"""Its rows are classes, or row 0 means "an object" and the other rows stand for no class: ``MODEL.QUERIES.CLASS_PROPOSALS``."""
+"""With ``MODEL.QUERIES.CLASS_PROPOSALS``, its rows are classes. Otherwise, row 0 means "an object", and the others no class."""
 DENOISING_LABELS = re.compile(r"^queries\.denoising\.label_enc\.weight$")
 HF_BACKGROUND_ROWS = {"hf_detr": 1, "hf_deformable_detr": 0, "hf_rt_detr": 0, "hf_d_fine": 0}
 """Rows of a class head beyond the labels in its config.json."""
@@ -38,13 +38,13 @@ class Weights:
     Attributes:
         state_dict: names -> tensors, on the CPU if they were read from a file.
         classes: one class per row of a class head, without the row "no object"; ``None`` if the classes are unknown.
-        source: source of their original names, a key of ``CONVERSIONS``; ``None`` for our names.
+        source: source of the weights' original names, a key of ``CONVERSIONS``; ``None`` for our names.
         origin: name of the weights in messages.
-        config: config of the model that they were trained in, as YAML; for other projects' weights it is derived from their names
-            and shapes; ``None`` if it is unknown.
-        thresholds: score thresholds of their last evaluation; ``None`` if they were not stored.
+        config: config of the model that the weights were trained in, as YAML. For other projects' weights it is derived from names
+            and shapes. ``None`` if it is unknown.
+        thresholds: score thresholds of the weights' last evaluation; ``None`` if they were not stored.
         class_proposals: whether the rows of the proposals' class head are classes; ``None`` if it is unknown.
-        path: the file that they were read from; ``None`` if they did not come from a file.
+        path: file that the weights were read from; ``None`` if they did not come from a file.
     """
 
     state_dict: dict[str, Tensor]
@@ -70,14 +70,14 @@ def read_weights(weights: str | Path | Mapping[str, Any], source: str = "auto") 
     """Read our weights, or those of a known source.
 
     Args:
-        weights: path of a file; path of a folder with ``model.safetensors`` or ``pytorch_model.bin``, either ours (from
-            :func:`cpvt_det.checkpoint.model_folder.save_model`) or from Hugging Face, with a ``config.json``, or of a run; a name,
-            a URL or a repository, as in :func:`cpvt_det.checkpoint.fetch.locate`; or the content of such a file.
-        source: source of their names, a key of ``CONVERSIONS``; ``auto`` finds it from the names.
+        weights: path of a file or a folder; a name, a URL or a repository, as in :func:`cpvt_det.checkpoint.fetch.locate`; or the
+            content of such a file. A folder contains ``model.safetensors`` or ``pytorch_model.bin``: it is ours (from
+            :func:`cpvt_det.checkpoint.model_folder.save_model`), that of a run, or one from Hugging Face with a ``config.json``.
+        source: source of the weights' names, a key of ``CONVERSIONS``; ``auto`` finds it from the names.
 
     Returns:
-        The weights under our names. The classes are read from the checkpoint; if it contains none, they are COCO's: with ids as
-        rows for heads of 91 or 92 rows, and in the order of the ids for the 80 rows of detrex.
+        The weights under our names. The classes are read from the checkpoint. If it contains none, they are COCO's: row numbers are
+        ids in heads of 91 or 92 rows, and the 80 rows of detrex are in the order of the ids.
 
     Raises:
         WeightsError: weights that cannot be read, or parts of them that contradict each other.
@@ -117,7 +117,7 @@ def read_weights(weights: str | Path | Mapping[str, Any], source: str = "auto") 
 
 
 def _proposes_classes(state_dict: Mapping[str, Tensor], source: str | None, config: str | None) -> bool | None:
-    """``Weights.class_proposals``: for our weights from their config; for those of others, whether they are DAB's or DINO's."""
+    """``Weights.class_proposals``: for our weights, the value in their config; for others, whether they are DAB's or DINO's."""
     if not any(PROPOSALS_HEAD.search(name) for name in state_dict):
         return None
     if source is not None:
@@ -126,7 +126,7 @@ def _proposes_classes(state_dict: Mapping[str, Tensor], source: str | None, conf
 
 
 def _file_of(path: Path) -> Path:
-    """``path`` itself, or if it is a folder, the file of weights in it."""
+    """``path`` itself or, if it is a folder, the file of weights in it."""
     if not path.is_dir():
         return path
     for name in FOLDER_FILES:
@@ -164,7 +164,7 @@ def _config_classes(config: Path, count: int) -> Classes | None:
     try:
         labels = {int(row): str(name) for row, name in json.loads(config.read_text(encoding="utf-8"))["id2label"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None  # the file does not exist, or is some other config.json
+        return None  # the file does not exist, or is a different kind of config.json
     names = tuple(f"unused_{row}" if name == "N/A" else name for row, name in sorted(labels.items()))
     unnamed = all(name == f"LABEL_{row}" for row, name in labels.items())  # transformers' names for classes without names
     if unnamed or sorted(labels) != list(range(len(names))) or len(names) != count or len(set(names)) != len(names):

@@ -37,7 +37,7 @@ COMMANDS = {
 
 
 class LazyGroup(click.Group):
-    """A group that imports a command when it is used."""
+    """A command group that imports a command when it is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -91,7 +91,7 @@ def main() -> None:
 def report_errors(command: Callable) -> Callable:
     """Turn errors into a one-line message and an exit code: 2 for bad input, 1 for a failed run, 130 for an interrupted one.
 
-    Faults in the data have one line each. ``--debug`` anywhere on the command line adds the traceback.
+    Each fault in the data has its own line. ``--debug`` anywhere on the command line adds the traceback.
     """
 
     @wraps(command)
@@ -123,8 +123,8 @@ def report_errors(command: Callable) -> Callable:
 def _replace_missing_streams() -> None:
     """Discard printed output in a process without a terminal or with a closed stream (``2>&-``, ``pythonw``).
 
-    The streams are replaced in order, so that each gets its own file descriptor. Otherwise the next opened file would get it, and
-    with it the output of libraries.
+    The streams are replaced in order, so that each gets its own file descriptor. Otherwise the next file that is opened would get
+    that descriptor, and with it the output of libraries.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:

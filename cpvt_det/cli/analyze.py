@@ -45,7 +45,7 @@ def analyze(config_file: str, runner: str, overrides: tuple[str, ...], sizes: st
     if small:
         raise BadInputError(f"--sizes {small[0]} is too small: each side must be at least this model's stride, {stride}")
     batches = [detector.preprocess([torch.zeros(3, *size)]) for size in sides]
-    with config_errors(f"--sizes {sizes}"):  # a learned table limits the size
+    with config_errors(f"--sizes {sizes}"):  # a learned table may limit the size
         costs = [count_costs(detector, batch.images, batch.padding_mask, chosen) for batch in batches]
     names = [f"{height}x{width}" for height, width in sides]
     kind = cfg.MODEL.BACKBONE.NAME if builders.is_classifier(cfg) else cfg.MODEL.POSITION.NAME

@@ -79,7 +79,7 @@ def _check(cfg: CfgNode, decode: bool, every: bool, found: FolderData | None = N
 
 
 def _look_at_split(data: CheckedData) -> None:
-    """Print the boxes of each class in both splits of a folder; images that are in both are an error."""
+    """Print the number of boxes of each class in both splits of a folder; images that are in both are an error."""
     if not data.train or not data.tests:
         return
     click.echo("\n".join(describe_classes(data.train[0], data.tests[0])))
@@ -91,7 +91,7 @@ def _look_at_split(data: CheckedData) -> None:
 
 
 def _note_near_duplicates(data: CheckedData, examples: float) -> None:
-    """Report validation images that are nearly the same as training images; a set used for both is compared only with others."""
+    """Report validation images that are nearly the same as training images; a set used for both is compared with others only."""
     issues = Issues("", examples)
     data.issues.append(issues)
     trained = [dataset for dataset in data.train if dataset.name not in {test.name for test in data.tests}]
@@ -103,11 +103,11 @@ def _note_near_duplicates(data: CheckedData, examples: float) -> None:
 
 
 def _compare_with_weights(cfg: CfgNode, data: CheckedData) -> None:
-    """Report classes that ``MODEL.WEIGHTS`` lack: training initialises their rows, evaluation refuses such weights."""
+    """Report classes that ``MODEL.WEIGHTS`` lack. Training initialises their rows, and evaluation refuses such weights."""
     datasets = data.train + data.tests
     if not cfg.MODEL.WEIGHTS or not datasets:
         return
-    from cpvt_det.checkpoint.weights import read_weights  # and with it torch, which the rest does not need
+    from cpvt_det.checkpoint.weights import read_weights  # this imports torch, which the rest does not need
 
     issues = Issues(cfg.MODEL.WEIGHTS)
     data.issues.append(issues)

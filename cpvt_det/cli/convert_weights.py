@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``cpvt-det convert-weights``: other projects' weights -> our checkpoint; the tables are in ``checkpoint/convert.py``."""
+"""``cpvt-det convert-weights``: turn other projects' weights into our checkpoint; the tables are in ``checkpoint/convert.py``."""
 
 from pathlib import Path
 
@@ -40,7 +40,7 @@ def convert_weights(source_path: Path, output: Path, source: str) -> None:
     bare = output.suffix == ".safetensors"
     try:
         write_checkpoint(weights.state_dict if bare else weights.as_checkpoint(), output)
-    except RunStoppedError as error:  # bad input here: the user can choose another OUTPUT
+    except RunStoppedError as error:  # counts as bad input here, because the user can choose another OUTPUT
         raise WeightsError(first_line(error)) from error
     numbers = sum(tensor.numel() for tensor in weights.state_dict.values())
     classes = "classes unknown" if weights.classes is None else f"{len(weights.classes)} class rows"

@@ -73,13 +73,13 @@ def _sizes(text: str) -> list[int]:
 
 
 def _config_in(weights: str, folder: Path) -> str:
-    """A file with the config that weights contain."""
+    """Write the config that weights contain to a file."""
     from cpvt_det.checkpoint.exported import config_of, is_exported
     from cpvt_det.checkpoint.weights import read_weights
 
     config = config_of(weights) if is_exported(weights) else read_weights(weights).config
     if config is None:
         raise WeightsError(f"{weights} contains no config; give its config with --config-file")
-    (folder / "log.txt").touch()  # marks the config of a run, which may have keys of an older version
+    (folder / "log.txt").touch()  # marks it as a run's config, which may have keys of an older version
     (folder / "config.yaml").write_text(config, encoding="utf-8")
     return str(folder / "config.yaml")

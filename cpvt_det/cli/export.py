@@ -32,7 +32,7 @@ from cpvt_det.models import ImageModel
 from cpvt_det.training.evaluate import evaluate
 from cpvt_det.training.tasks.task import build_task, main_value
 
-TOLERANCE = 1e-4  # allowed difference of a box coordinate, as a part of the image's side, and of a score
+TOLERANCE = 1e-4  # allowed difference of a score, and of a box coordinate as a fraction of the image's side
 HALF_TOLERANCE = 2e-2
 CALIBRATION, FEWEST = 100, 8  # number of images to measure the ranges of activations on, and its minimum
 
@@ -113,7 +113,7 @@ def export(
             quantize(path, format, images, facts)
         if tests:
             _report_loss(trained, tests, path, 1.0 if max_loss is None else max_loss)
-        for file in sorted(path.parent.iterdir()):  # the .bin with the weights before its .xml
+        for file in sorted(path.parent.iterdir()):  # the .bin with the weights comes before its .xml
             os.replace(file, output.with_name(file.name))
     needs = f", opset {programs.OPSET}, for onnxruntime {programs.OLDEST_RUNTIMES[half]} or later" if format == "onnx" else ""
     click.echo(f"{output}: {output.stat().st_size / 1e6:.1f} MB{needs}")
@@ -135,7 +135,7 @@ def _calibration_images(trained: Trained) -> Iterator[Tensor]:
     """Training images, spread over the data and prepared as in evaluation.
 
     Raises:
-        BadInputError: too few images, or a data set with other classes.
+        BadInputError: too few images, or a data set with different classes.
     """
     task = build_task(trained.cfg)
     datasets, _ = task.load_splits()
@@ -163,7 +163,7 @@ def _report_loss(trained: Trained, tests: list[CocoDataset], path: Path, max_los
     rows = [(name, f"{value:.2f}", f"{seconds:.1f}") for name, value, seconds in found]
     click.echo(tabulate(rows, ("", f"{task.main_figure} on {tests[0].name}", "seconds"), tablefmt="github", disable_numparse=True))
     lost = found[0][1] - found[1][1]
-    if not lost <= max_loss:  # NaN too
+    if not lost <= max_loss:  # written so that NaN fails too
         raise RunStoppedError(
             f"the exported program loses {lost:.2f} {task.main_figure}, --max-loss allows {max_loss:g}; no file was written"
         )
@@ -194,7 +194,7 @@ def _dimensions(text: str) -> list[str]:
 
 
 def _fixed(dynamic: Collection[str], batch: int | None, size: str | None, detector: ImageModel) -> tuple[int | None, Size | None]:
-    """The fixed batch and canvas from ``--batch`` and ``--size``; ``None`` if dynamic. The default of a fixed batch is 1."""
+    """The fixed batch and canvas from ``--batch`` and ``--size``; ``None`` for dynamic ones. The default of a fixed batch is 1."""
     if "batch" in dynamic and batch is not None:
         raise BadInputError(f"--batch {batch} contradicts --dynamic, which contains batch: remove one of them")
     batch = None if "batch" in dynamic else batch or 1
@@ -226,7 +226,7 @@ def _whole_strides(size: Size, detector: ImageModel) -> Size:
 
 
 def _metadata(trained: Trained) -> dict[str, Any]:
-    """The metadata that a script needs to run the program; without thresholds if the weights have none."""
+    """The metadata that a script needs to run the program. Thresholds are missing if the weights have none."""
     kept = trained.thresholds
     return {
         **({} if kept is None else {"threshold": kept.overall, "class_thresholds": list(kept.classes)}),
@@ -239,7 +239,7 @@ def _metadata(trained: Trained) -> dict[str, Any]:
 
 
 def _sizes(cfg: CfgNode) -> dict[str, Any]:
-    """How images were resized in evaluation."""
+    """The rule by which images were resized in evaluation."""
     if builders.is_classifier(cfg):
         return {"size": cfg.INPUT.CLASSIFY.TEST_SIZE, "crop_ratio": cfg.INPUT.CLASSIFY.CROP_RATIO}
     return {"min_size": cfg.INPUT.MIN_SIZE_TEST, "max_size": cfg.INPUT.MAX_SIZE_TEST}

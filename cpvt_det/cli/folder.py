@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 BUDGET = "30m"
 CHOSEN = "chosen.yaml"
 CHOSEN_FOR = "Chosen by cpvt-det train "
-"""Beginning of the first comment in that file; the folder's absolute path follows."""
+"""Beginning of the first comment in the file of chosen settings; the folder's absolute path follows."""
 LAST = "last_checkpoint"
 """File that a run writes with its first checkpoint."""
 ENOUGH = 10**6
-"""Number of queries while the data are checked; the final number is chosen later, from the number of objects per image."""
+"""Number of queries while the data are checked. The final number is chosen later, from the number of objects per image."""
 FEW = 5
 """Number of validation images below which a note is printed."""
 MOST_CLASSES = 30
@@ -44,7 +44,7 @@ class Duration(click.ParamType):
     name = "time"
 
     def convert(self, value: str | float, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Text -> seconds."""
+        """Convert text to seconds."""
         if isinstance(value, float):
             return value
         match = re.fullmatch(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?", value)
@@ -56,7 +56,7 @@ budget_option = click.option("--budget", type=Duration(), help=f"Time to train, 
 
 
 def folder_options(command: Callable) -> Callable:
-    """``--format`` and ``--new-split``, for a command that takes a FOLDER."""
+    """Add ``--format`` and ``--new-split`` to a command that takes a FOLDER."""
     option = click.option("--format", "data_format", default="", metavar="NAME", help="Format to read if a FOLDER has several.")
     text = "Divide a FOLDER into training and validation images, even if it is already split."
     return option(click.option("--new-split", is_flag=True, help=text)(command))
@@ -66,7 +66,7 @@ def take_folder(config_file: str, words: Sequence[str]) -> tuple[Path | None, tu
     """Separate the FOLDER from the KEY VALUE words after it; ``None`` if there is a config instead of a folder.
 
     Raises:
-        ConfigError: neither of them.
+        ConfigError: neither a config nor a folder.
     """
     if config_file:
         return None, tuple(words)
@@ -88,7 +88,7 @@ def choose_run(
     """Choose the settings of a run on a folder, and write them to ``chosen.yaml`` in ``OUTPUT_DIR``; options as in ``train``.
 
     Returns:
-        That file, and the KEY VALUE words that are not in it. With ``resume`` the file is that of the previous run.
+        The path of that file, and the KEY VALUE words that are not in it. With ``resume``, the file is that of the previous run.
 
     Raises:
         BadInputError: data or settings that cannot be used; a call from one of several processes.
@@ -131,7 +131,7 @@ def choose_run(
         if start is not None:
             raise ConfigError("--start and MODEL.WEIGHTS name the same thing: leave one out")
         start = typed["MODEL.WEIGHTS"] or "none"
-    opened = choose_start(start, machine.device, list(typed), tell)  # first, as it may have to be fetched
+    opened = choose_start(start, machine.device, list(typed), tell)  # first, because it may need to be fetched
     cfg, datasets, found = _read(folder, path.parent / "data", overrides, data_format, new_split)
     if resume:
         click.echo(f"--resume: there is no run in {output} to go on with; this one starts at iteration 0")
@@ -144,7 +144,7 @@ def choose_run(
     choices = choose_settings(settled, overrides, datasets, machine, seconds, tell, opened)
     rows = [choice for choice in choices if choice.reason]
     click.echo(tabulate(rows, ("chosen", "", "because"), tablefmt="plain", disable_numparse=True))
-    processes = "" if num_gpus is None else f" --num-gpus {num_gpus}"  # they share the batch
+    processes = "" if num_gpus is None else f" --num-gpus {num_gpus}"  # the processes share the batch
     again = f"cpvt-det train{import_words()}{processes} --config-file {shlex.quote(str(path))}"
     again += f" OUTPUT_DIR {shlex.quote(f'{output}_again')}"
     header = [f"{CHOSEN_FOR}{folder.resolve()}", f"The same run again, from {Path.cwd()}: {again}", *lines]
@@ -157,11 +157,12 @@ def choose_run(
 
 
 def _output_of(folder: Path, resume: bool) -> str:
-    """``output/NAME_OF_FOLDER``, with a number if another run was started there, on this folder or on one with the same name.
+    """``output/NAME_OF_FOLDER``, with a number if another run was started there, either on this folder or on one with the same
+    name.
 
     Args:
         folder: folder of the data.
-        resume: True: return the last output folder in which a run on this folder was started.
+        resume: whether to return the last output folder in which a run on this folder was started.
     """
     from cpvt_det.training.setup import is_in_use
 
@@ -182,7 +183,7 @@ def _output_of(folder: Path, resume: bool) -> str:
 
 
 def _begun(first: str) -> list[str]:
-    """The folders with that name, or with a number after it, in which a run was started, sorted by number."""
+    """The folders with that name, optionally followed by a number, in which a run was started, sorted by number."""
     pattern = re.compile(rf"{re.escape(Path(first).name)}(?:_(\d+))?")
     matches = [(pattern.fullmatch(path.name), str(path)) for path in Path(first).parent.glob("*")]
     numbered = sorted((int(match[1] or 1), path) for match, path in matches if match)
@@ -219,7 +220,7 @@ def _read(
 def folder_config(
     folder: Path, output: Path, overrides: Sequence[str], data_format: str = "", new_split: bool = False
 ) -> tuple["CfgNode", "FolderData"]:
-    """A config whose ``DATASETS`` are those of a folder, and a description of the data found there.
+    """A config whose ``DATASETS`` refer to a folder, and a description of the data found there.
 
     Args:
         folder, data_format, new_split: as in ``train``.
@@ -256,7 +257,7 @@ def _require_outside(output: Path, folder: Path) -> None:
     """Refuse to write into the user's folder.
 
     Raises:
-        ConfigError: an ``OUTPUT_DIR`` inside it.
+        ConfigError: an ``OUTPUT_DIR`` inside the folder.
     """
     inside, around = output.resolve(), folder.resolve()
     if inside == around or around in inside.parents:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of the commands that show what ``cpvt-det train`` would do: the same files, loaded as either runner loads them."""
+"""Options of the commands that preview ``cpvt-det train``: they load the same files in the same way as either runner."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def config_options(command: Callable, takes_folder: bool = False) -> Callable:
-    """The options of these commands."""
+    """Add the options of these commands."""
     options = (
         config_file_option(required=not takes_folder),
         click.option("--runner", type=click.Choice(RUNNERS), default="auto", help="detectron2: also use parts registered there."),

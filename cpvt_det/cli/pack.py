@@ -73,13 +73,13 @@ def write_shards(images: Iterable[tuple[str, str]], folder: Path, largest: int) 
     Args:
         images: name of each member, and path of its file as ``data/images.py`` describes it.
         folder: an empty folder.
-        largest: bytes of images after which the next tar file begins.
+        largest: number of bytes of images after which the next tar file begins.
 
     Returns:
         A pattern for the tar files, ``folder/{000000..000011}.tar``.
 
     Raises:
-        DataError: an image that cannot be read, or whose name is not that of a file below a folder.
+        DataError: an image that cannot be read, or whose name is not the relative path of a file.
         OSError: a folder that cannot be written to.
     """
     names: list[str] = []
@@ -105,7 +105,7 @@ def write_shards(images: Iterable[tuple[str, str]], folder: Path, largest: int) 
 
 
 def _write_annotations(files: DatasetFiles, path: Path) -> list[str]:
-    """Write a data set of another format as COCO JSON; return the names of its images, relative to their common folder."""
+    """Write a data set as COCO JSON, and return the names of its images, relative to their common folder."""
     content = read_foreign(files)
     folder = os.path.commonpath([os.path.dirname(image["file_name"]) for image in content["images"]])
     for image in content["images"]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``cpvt-det predict``: a trained model on image files; the work is in ``predict/``."""
+"""``cpvt-det predict``: run a trained model on image files; the work is done in ``predict/``."""
 
 import os
 import time
@@ -140,7 +140,7 @@ def _require_usable(threshold: float | None, batch: int, overrides: Sequence[str
 
 
 def _origin(predictor: Predictor, weights: str) -> str:
-    """The origin of a threshold that was not given."""
+    """A sentence about the origin of a threshold that was not given."""
     if predictor.thresholds is None:
         why = f"{weights} has none from an evaluation"
     elif predictor.thresholds.overall is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``cpvt-det serve``: trained models on a page in the browser; the work is in ``predict/server.py``."""
+"""``cpvt-det serve``: show trained models on a page in the browser; the work is done in ``predict/server.py``."""
 
 import click
 

@@ -83,7 +83,7 @@ def attention(
     classification = builders.build_classification(trained.cfg)
     size = tuple(image.shape[1:])
     record = record_forward(trained.detector, resized, size, classification, trained.classes, detections)
-    # A centre may lie on the right or bottom border itself, which is outside.
+    # A centre may lie exactly on the right or bottom border, which counts as outside.
     found = [(min(x, size[1] - 1), min(y, size[0] - 1)) for x, y in centers_of(record.found)]
     tokens = tokens_at(record, given or found, level)
     for path in draw_attention(record, tokens, output):
@@ -145,12 +145,12 @@ def data(config_file: str, runner: str, overrides: tuple[str, ...], output: Path
       cpvt-det show data --config-file output/config.yaml --output pictures --count 16
     """
     cfg = load_any(config_file, overrides, runner)
-    cfg.DATALOADER.NUM_WORKERS = 0  # enough for a few images; their number does not change the images
+    cfg.DATALOADER.NUM_WORKERS = 0  # enough for a few images; the number of workers does not change the images
     task = build_task(cfg)
     datasets, tests = task.load_splits()
     detector = build_any(cfg, runner)
     classes, records = datasets[0].classes, task.training_records(datasets)
-    cfg.SEED = choose_seed(cfg)  # both pictures are of the same images
+    cfg.SEED = choose_seed(cfg)  # both pictures show the same images
     for name, batches, known in [("train", _parts(task, records), records)] + [
         (dataset.name, task.build_test_loader(dataset), dataset.records) for dataset in tests
     ]:
@@ -171,7 +171,7 @@ def _parts(task: Task, records: Sequence[ImageRecord]) -> Iterator[list[Sample]]
 
 
 def _model(name: str, config_file: str) -> NamedDetector:
-    """The detector of a checkpoint, or of a config with random weights; models with the same parts get the same weights."""
+    """The detector of a checkpoint, or of a config with random weights. Configs with the same parts get the same weights."""
     if Path(name).suffix.lower() not in (".yaml", ".yml"):
         trained = _load_detector(name, config_file)
         where = "/".join(Path(name).parts[-2:])

@@ -18,7 +18,7 @@ RUN_CONTEXT = {"ignore_unknown_options": True, "help_option_names": ["-h", "--he
 
 
 def config_file_option(required: bool = True) -> Callable:
-    """``--config-file``; not required by a command that takes a folder instead."""
+    """The option ``--config-file``, which is not required by a command that takes a folder instead."""
     text = "Path of a config, or its name in the package's configs/ (cpvt-det configs lists them)."
     return click.option("--config-file", required=required, default=None if required else "", metavar="FILE", help=text)
 
@@ -104,7 +104,7 @@ def train(
     folder, overrides = take_folder(config_file, overrides)
     let_waiting_threads_sleep()
     with quick_imports():
-        from cpvt_det.training.launch import launch  # and with it torch, which --help does not need
+        from cpvt_det.training.launch import launch  # this imports torch, which --help does not need
     if folder is not None:
         if eval_only:
             raise BadInputError("--eval-only evaluates weights of a config; give the run's chosen.yaml as --config-file")
@@ -130,7 +130,7 @@ def run_config(
     allow_partial: bool,
     sizes: Sequence[int] = (),
 ) -> dict:
-    """Load a config and run it, in one process of the run; return the results of the last evaluation."""
+    """Load a config and run it, in one process of the run, and return the results of the last evaluation."""
     import_inherited()
     if device is not None:
         overrides = (*overrides, "MODEL.DEVICE", device)
@@ -147,18 +147,18 @@ def run_config(
 
 
 def device_of(num_gpus: int | None) -> str | None:
-    """The ``MODEL.DEVICE`` for ``--num-gpus``; ``None`` leaves it to the config."""
+    """The ``MODEL.DEVICE`` for ``--num-gpus``; ``None`` leaves the device to the config."""
     return None if num_gpus is None else "cuda" if num_gpus else "cpu"
 
 
 def choose_runner(name: str) -> str:
-    """``detectron2`` or ``builtin``.
+    """The runner to use, ``detectron2`` or ``builtin``.
 
     Raises:
         BadInputError: detectron2 was requested but is not installed.
     """
     spec = importlib.util.find_spec("detectron2")
-    installed = spec is not None and spec.origin is not None  # no origin: a folder of that name, such as a clone
+    installed = spec is not None and spec.origin is not None  # without an origin, it is a folder of that name, such as a clone
     if name == "detectron2" and not installed:
         raise BadInputError(
             "--runner detectron2: detectron2 cannot be imported; README, 'With detectron2', describes how to install it"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``cpvt-det weights``: the public weights that have names, and which of them are on this machine."""
+"""``cpvt-det weights``: list the public weights that have names, and show which of them are on this machine."""
 
 from collections.abc import Sequence
 

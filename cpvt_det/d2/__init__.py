@@ -6,7 +6,8 @@
 def setup_environment() -> None:
     """Add our keys to detectron2's ``get_cfg()``; with ``DETECTRON2_ENV_MODULE=cpvt_det.d2`` detectron2 calls this on import.
 
-    It must come before the imports below: if this folder is imported first, they import detectron2, which calls it at once.
+    It must come before the imports below: if this folder is imported first, they import detectron2, which calls this function at
+    once.
     """
     from cpvt_det.d2.config import add_new_keys
 

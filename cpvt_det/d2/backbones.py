@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """detectron2's backbones in our detectors, and ours in detectron2's models.
 
-The former have their padding kept out by :mod:`cpvt_det.models.backbones.masking`. The latter are our vision transformers, and PEG,
+For detectron2's backbones, :mod:`cpvt_det.models.backbones.masking` keeps the padding out. Our vision transformers and PEG are
 chosen in YAML: ``MODEL.BACKBONE.NAME: cpvt_tiny`` and so on.
 """
 
@@ -38,12 +38,12 @@ class Detectron2Backbone(nn.Module):
     Args:
         body: backbone of detectron2, whose ``output_shape`` contains strides and channels.
         stages: stages whose maps are used; the map of stage n has stride 2 ** n, whatever its name (``res5``, ``p5``, ``scale5``).
-        mask_padding: keep the padding out of convolutions, poolings and means over the map, so that an image's features do not
-            depend on the other images of its batch. A test during construction checks that this is possible.
+        mask_padding: whether to keep the padding out of convolutions, poolings and means over the map, so that an image's features
+            do not depend on the other images of its batch. A test during construction checks that this is possible.
 
     Raises:
         ValueError: no stage, or a stage for which there is not exactly one map.
-        InexactError: a backbone that cannot be exact with ``mask_padding``.
+        InexactError: with ``mask_padding``, a backbone that cannot keep the padding out.
     """
 
     def __init__(self, body: Backbone, stages: Sequence[int] = (5,), mask_padding: bool = False):
@@ -134,7 +134,7 @@ class PooledStem(nn.Module):
 
 
 def keep_padding_out(body: nn.Module, maps: Maps, divisor: int) -> None:
-    """Put hooks on a backbone that keep out the padding of the batch of :func:`masking.of_batch`, after testing that they do.
+    """Put hooks on a backbone that keep out the padding of the batch of :func:`masking.of_batch`, and test that they do.
 
     Args:
         body: backbone of detectron2, changed in place; names in its state dict stay.
@@ -159,7 +159,7 @@ def keep_padding_out(body: nn.Module, maps: Maps, divisor: int) -> None:
         treatments += masking.probe(network, forward, treatments, divisor)
     except masking.InexactError:
         raise
-    except Exception as error:  # of a network that takes one size only; such errors have no common base
+    except Exception as error:  # from a network that accepts only one size; such errors have no common base class
         raise masking.InexactError(f"it cannot be tried on other canvases: {first_line(error)}") from error
     masking.treat(body, treatments)
 
@@ -190,8 +190,8 @@ def _treatments(network: nn.Module, forward: Callable[[Tensor], Sequence[Tensor]
 class VisionPyramid(Backbone):
     """A vision transformer and a simple pyramid on its map, with maps ``p<stage>`` of stride 2 ** stage.
 
-    detectron2 gives a backbone no padding mask, but it pads normalised images with zeros, below and on the right. Rows and columns
-    there that contain only zeros are therefore taken as padding. An image's maps are then the same in any batch, and zero under the
+    detectron2 gives a backbone no padding mask, but it pads normalised images with zeros, below and on the right. Therefore rows
+    and columns there that contain only zeros count as padding. An image's maps are then the same in any batch, and zero under the
     padding. A pixel of the image itself can be such a zero only if ``MODEL.PIXEL_MEAN`` is a whole number.
 
     Args:
@@ -270,7 +270,7 @@ def build_peg_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> Backbone:
     """The backbone ``MODEL.PEG.BACKBONE`` with a PEG on each of the maps ``MODEL.PEG.IN_FEATURES``.
 
     Only the keys ``peg.<map>`` are added to its state dict, so that weights of the backbone without PEG load. detectron2 gives a
-    backbone no padding mask, so PEG sees the padding, which is zero in the image, like any convolution.
+    backbone no padding mask, so PEG, like any convolution, sees the padding, which is zero in the image.
 
     Raises:
         ConfigError: a backbone that is not registered, or this one; settings that PEG refuses.

@@ -29,7 +29,8 @@ def add_new_keys() -> None:
 
 
 def add_cpvt_det_config(cfg: CfgNode) -> None:
-    """Copy all defaults of :func:`cpvt_det.config.get_cfg`, and ``MODEL.PEG``, into a detectron2 config; its other keys stay as is.
+    """Copy all defaults of :func:`cpvt_det.config.get_cfg`, and ``MODEL.PEG``, into a detectron2 config; its other keys do not
+    change.
 
     ``MODEL.DEVICE`` becomes ``cuda`` or ``cpu`` instead of ``auto``, which detectron2 would pass to torch.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data sets for both sides: ours in detectron2's catalogs, and those registered there in our config."""
+"""Data sets for both sides: ours go into detectron2's catalogs, and those registered there into our config."""
 
 import json
 from collections.abc import Iterable
@@ -46,7 +46,7 @@ def register_datasets(datasets: Iterable[DatasetFiles]) -> None:
             MetadataCatalog.remove(files.name)
         if files.is_coco:
             register_coco_instances(files.name, {"from_cpvt_det": files}, annotations, root)
-        else:  # without json_file: detectron2's evaluator writes its own
+        else:  # without json_file, because detectron2's evaluator writes its own
             DatasetCatalog.register(files.name, partial(_read_foreign, files))
             MetadataCatalog.get(files.name).set(evaluator_type="coco", from_cpvt_det=files)
 
@@ -71,7 +71,7 @@ def find_registered(cfg: CfgNode) -> None:
     ``OUTPUT_DIR/datasets/``.
 
     Raises:
-        ConfigError: entries that are not triples, a data set without class names, an image without a size, a label above the
+        ConfigError: entries that are not triples, a data set without class names, an image without a size, or a label above the
             number of classes.
     """
     register_datasets(registered_datasets(cfg.DATASETS.REGISTER))
@@ -98,7 +98,7 @@ def to_coco(name: str) -> dict[str, Any]:
     """A data set of detectron2's catalogs as a COCO dict.
 
     File names are made absolute; image ids that are not whole numbers (Pascal VOC) are replaced by 1, 2, ... Category ids are those
-    of the data if detectron2 knows them and they increase with the label, else labels + 1. Our labels then equal detectron2's.
+    of the data if detectron2 knows them and they increase with the label, otherwise labels + 1. Our labels then equal detectron2's.
 
     Raises:
         ConfigError: as in :func:`find_registered`.
@@ -132,7 +132,7 @@ def to_coco(name: str) -> dict[str, Any]:
 
 
 def class_names(name: str) -> list[str]:
-    """The classes of a data set in detectron2's catalogs; the data set is read only if they are not known otherwise.
+    """The classes of a data set in detectron2's catalogs. The data set is read only if its classes are not known otherwise.
 
     Raises:
         ConfigError: a data set without class names, or one that cannot be read.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A LazyConfig made from any of our YAML configs, for detectron2's ``lazyconfig_train_net.py``."""
+"""Make a LazyConfig from any of our YAML configs, for detectron2's ``lazyconfig_train_net.py``."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -37,7 +37,7 @@ def lazy_config(config_file: str, overrides: Sequence[str] = (), num_images: int
     Args:
         config_file: YAML file, or its name in the package, such as ``coco/detr_r50_peg_50ep.yaml``.
         overrides: KEY VALUE words.
-        num_images: number of training images, which gives the length of a run that counts epochs.
+        num_images: number of training images, from which the length of a run in epochs follows.
 
     Returns:
         A config with ``model``, ``dataloader``, ``optimizer``, ``lr_multiplier`` and ``train``.
@@ -113,7 +113,7 @@ def _refuse_ours_alone(cfg: CfgNode) -> None:
 
 
 def _dataloader(cfg: CfgNode) -> DictConfig:
-    """DETR's augmentation from detectron2's parts: flip; resize and crop half of the images; a random short side."""
+    """DETR's augmentation from detectron2's parts: a flip, a resize and crop of half of the images, and a random short side."""
 
     def loader(build: Callable, names: Sequence[str], augmentations: list, filter_empty: bool = False, **more: Any) -> DictConfig:
         dataset = L(get_detection_dataset_dicts)(names=list(names), filter_empty=filter_empty)
@@ -170,7 +170,8 @@ class LearningRateFactor(ParamScheduler):
 
 
 class ClippedAdamW(torch.optim.AdamW):
-    """AdamW that clips the norm of all gradients together before every step; detectron2's trainers have no other place for it.
+    """AdamW that clips the norm of all gradients together before every step, because detectron2's trainers have no other place for
+    this.
 
     Args:
         params: parameters, or groups of parameters.

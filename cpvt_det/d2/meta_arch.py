@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detectors as detectron2's meta architectures: list of dicts in, losses or instances out."""
+"""Detectors as detectron2's meta architectures, which take a list of dicts and return losses or instances."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -41,7 +41,7 @@ class Detectron2Protocol:
 
     @classmethod
     def from_config(cls, cfg: CfgNode, backbone: nn.Module | None = None) -> dict[str, Any]:
-        """A config -> the constructor's arguments; with the config's backbone, if none is given.
+        """Turn a config into the constructor's arguments, with the config's backbone if no other is given.
 
         This also registers ``DATASETS.REGISTER``, since detectron2's trainers build the model before the data. If
         ``MODEL.NUM_CLASSES`` is 0, the number of classes of the first data set is read from detectron2's catalog. Without
@@ -64,7 +64,7 @@ class Detectron2Protocol:
     def forward(
         self, inputs: list[dict] | Tensor, padding_mask: Tensor | None = None, targets: Sequence[Targets] | None = None
     ) -> Any:
-        """detectron2's forward for a list of dicts, the core's for a tensor of images.
+        """Run detectron2's forward for a list of dicts, and the core's forward for a tensor of images.
 
         Args:
             inputs: dicts with ``image`` (3, h, w) in [0, 255], ``height`` and ``width`` of the original image, and in training
@@ -73,7 +73,7 @@ class Detectron2Protocol:
             targets: targets of the B images, in training; only with a tensor of images.
 
         Returns:
-            For dicts, in training weighted losses by name, in evaluation ``[{"instances": Instances}]``; for a tensor,
+            For dicts, weighted losses by name in training and ``[{"instances": Instances}]`` in evaluation; for a tensor,
             ``Predictions``.
         """
         if isinstance(inputs, Tensor):
@@ -102,7 +102,7 @@ class FromConfig:
 
     @classmethod
     def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
-        """A config with ``MODEL.NUM_CLASSES`` -> the constructor's arguments, as in :class:`Detectron2Protocol`."""
+        """Turn a config with ``MODEL.NUM_CLASSES`` into the constructor's arguments, as in :class:`Detectron2Protocol`."""
         return _arguments(cfg)
 
 
@@ -123,7 +123,7 @@ def register_detectors() -> None:
 
 
 def _meta_architecture(name: str, detector: type[Detector]) -> type[Detector]:
-    """A detector or a classifier in detectron2, from a config or by keyword.
+    """Make a detector or a classifier for detectron2, which is built from a config or by keyword.
 
     Its keywords are those of the model. A detector has two more: ``criterion``, the set loss, whose classification gives the
     defaults of ``num_logits`` and ``prior_probability``; and ``postprocessor``, which by default keeps the 100 best detections.

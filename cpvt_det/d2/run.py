@@ -65,7 +65,7 @@ class Trainer(TrainerBase, train.Engine):
         return without_untouched(cfg)
 
     def take_steps(self, take_step: Callable[[int], dict[str, float]], calls: RunCallbacks) -> None:
-        """detectron2's loop, but without its log of the traceback, and without the hooks' ``after_train`` after a failure."""
+        """Run detectron2's loop, but without its log of the traceback, and without the hooks' ``after_train`` after a failure."""
         self.start_iter, self.max_iter = calls.run.start, calls.run.max_iter
         with EventStorage(self.start_iter) as self.storage:
             self.before_train()

@@ -101,7 +101,7 @@ def detect_tiles(
         postprocess: post-processing for the detector's classification.
         samples: samples with ``image`` as for ``detect``, and ``pixels`` (3, H, W) uint8, the image before ``prepare``.
         prepare: function that prepares a tile for the detector like a whole image, by resizing it.
-        tiling: how images are cut and detections merged.
+        tiling: size and overlap of the tiles, and the rule by which detections are merged.
         batch_size: number of windows per batch.
 
     Returns:

@@ -19,7 +19,7 @@ from cpvt_det.evaluation.answers import ClassScores, PostProcessor
 from cpvt_det.export.program import Canvas, largest_sides
 from cpvt_det.models import ImageModel
 
-TRACED = (2, 3, 4)  # number of images, and height and width in largest strides; all differ from those below
+TRACED = (2, 3, 4)  # number of images, and height and width in largest strides; all differ from the numbers below
 NEAR = 0.01  # tolerance for an intersection over union in half precision
 UNSEEN = ((1, 2, 5), (3, 5, 3), (4, 6, 6))
 
@@ -30,7 +30,7 @@ class Comparison:
 
     Attributes:
         canvas: shape of the batch.
-        boxes: largest difference of a box coordinate, as a share of the image's side; ``None`` for a classifier.
+        boxes: largest difference of a box coordinate, as a fraction of the image's side; ``None`` for a classifier.
         scores: largest difference of a score.
         seconds: times of the detector and of the program, measured on the second call of each.
     """
@@ -70,11 +70,11 @@ def _within(detector: ImageModel, sides: Collection[int]) -> list[int]:
 
 @torch.no_grad()
 def compare(detector: ImageModel, postprocess: PostProcessor | ClassScores, run: Run, canvas: Canvas, seed: int = 0) -> Comparison:
-    """Run the model and the program on the same drawn images, all of different sizes.
+    """Run the model and the program on the same generated images, all of different sizes.
 
     Args:
         detector: a model on the CPU, in evaluation mode, not prepared for export.
-        postprocess: the post-processor in the program.
+        postprocess: post-processor that is part of the program.
         run: the program.
         canvas: shape of the batch.
         seed: seed of the images.
@@ -87,7 +87,7 @@ def compare(detector: ImageModel, postprocess: PostProcessor | ClassScores, run:
     if isinstance(postprocess, ClassScores):
         difference_of_scores = _largest(answers[0] - predictions.scores())
         return Comparison(canvas, None, difference_of_scores, (expected_seconds, found_seconds))
-    # All pairs of query and class, so that ties at the cut-off do not count as differences.
+    # All pairs of query and class are used, so that ties at the cut-off do not count as differences.
     everything = PostProcessor(postprocess.classification, predictions.logits[-1, 0].numel()).decode(predictions)
     differences = [
         difference(Detections(*found), Detections(*expected), postprocess.nms)
@@ -102,8 +102,8 @@ def difference(found: Detections, expected: Detections, nms: float = 1.0) -> tup
 
     Scores are compared by rank. Boxes are compared in one-to-one pairs of the same label, chosen for the smallest differences in
     box and score, because the order of detections with equal scores is not defined. With NMS, a detection that rounding moves
-    across the threshold does not count as a difference. Only the best score and the boxes that are left are then compared, and the
-    found boxes must show that exactly the others are copies.
+    across the threshold does not count as a difference. Then only the best score and the remaining boxes are compared, and
+    according to the found boxes, exactly the others must be copies.
 
     Args:
         found: n detections, best first; with NMS, copies have the score 0.
@@ -112,7 +112,7 @@ def difference(found: Detections, expected: Detections, nms: float = 1.0) -> tup
 
     Returns:
         The difference of boxes, in their unit, and of scores; infinite if a number is not finite, a label is too frequent, a copy
-        was left, or a detection was suppressed that is not a copy.
+        was not suppressed, or a detection that is not a copy was suppressed.
     """
     kept = (found.scores != 0) | (nms == 1)
     if nms < 1 and not _copies_are(~kept, found, nms):
@@ -158,7 +158,7 @@ def _largest(differences: Tensor) -> float:
 
 
 def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
-    """The answer of the second call and its time in seconds; the first call may compile."""
+    """The answer of the second call and its time in seconds, because the first call may compile."""
     call()
     start = time.perf_counter()
     answer = call()

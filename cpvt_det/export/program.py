@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a model to a program of torch's operators: pixels and a padding mask in; boxes, scores and labels, or class scores, out."""
+"""Turn a model into a program of torch's operators: from pixels and a padding mask to boxes, scores and labels, or class scores."""
 
 import contextlib
 import copy
@@ -28,7 +28,7 @@ SAMPLINGS = {"gather": "export", "grid_sample": "grid_sample"}  # name -> implem
 
 @dataclass(frozen=True)
 class Canvas:
-    """The shape of a batch: the number of images, and the height and width to which all are padded."""
+    """The shape of a batch: the number of images, and the height and width to which all images are padded."""
 
     batch: int
     height: int
@@ -39,13 +39,13 @@ class Canvas:
 
 
 class ExportModule(nn.Module):
-    """A model with normalisation before it and post-processing after it, so that a user of the file needs no constants.
+    """A model together with normalisation and post-processing, so that a user of the file needs no constants.
 
     Args:
         detector: result of :func:`prepare`.
         postprocess: post-processor for the detector's classification; for a classifier :class:`ClassScores`.
-        half_precision: compute in float16 what autocast computes in float16 in training; norms, heads, boxes and positions stay in
-            float32, and so do the weights in the file.
+        half_precision: whether to compute in float16 the operations that autocast computes in float16 in training. Norms, heads,
+            boxes and positions stay in float32, and so do the weights in the file.
     """
 
     def __init__(self, detector: ImageModel, postprocess: PostProcessor | ClassScores, half_precision: bool = False):
@@ -74,14 +74,14 @@ class ExportModule(nn.Module):
 
 
 def prepare(detector: ImageModel, sampling: str = "gather") -> ImageModel:
-    """A copy of a detector for inference only.
+    """Make a copy of a detector for inference only.
 
     Batch norms of PEG and of the hybrid encoder are merged into their convolutions, and so are the two branches of the encoder's
-    blocks. Group norm depends on the input and stays. TensorFlow's padding in some timm networks becomes a fixed number.
+    blocks. Group norm depends on the input and stays. TensorFlow's padding in some timm networks becomes constant.
 
     Args:
         detector: the detector to copy; not changed.
-        sampling: a key of ``SAMPLINGS``: how deformable attention reads its sampling points; no effect on DETR.
+        sampling: method by which deformable attention reads its sampling points, a key of ``SAMPLINGS``; no effect on DETR.
     """
     ready = copy.deepcopy(detector).cpu().float().eval().requires_grad_(False)
     ready.to(memory_format=torch.contiguous_format)  # the only format of weights in files
@@ -105,7 +105,7 @@ def trace(module: ExportModule, canvas: Canvas, dynamic: Collection[str] = DIMEN
         dynamic: names from ``DIMENSIONS`` that may differ from call to call.
 
     Returns:
-        A program with operators of aten, and torch's ``scan`` for step-by-step computations.
+        A program of aten operators, with torch's ``scan`` for step-by-step computations.
 
     Raises:
         RunStoppedError: a model that torch cannot trace, or an operator that is not part of aten.
@@ -133,14 +133,14 @@ def trace(module: ExportModule, canvas: Canvas, dynamic: Collection[str] = DIMEN
 
 
 def largest_sides(detector: ImageModel) -> int | None:
-    """Largest side of a canvas, in units of ``size_divisibility``; ``None``: no limit. Only a learned table sets one."""
+    """Largest side of a canvas, in units of ``size_divisibility``; ``None`` for no limit. Only a learned table sets a limit."""
     tables = [module.row_embed.num_embeddings for module in detector.modules() if isinstance(module, LearnedEncoding)]
     finest = min(detector.strides)
     return min(tables) * finest // detector.size_divisibility if tables else None
 
 
 def foreign_operators(program: ExportedProgram) -> set[str]:
-    """The operators of a program that are neither of aten nor ``scan``; arithmetic on sizes does not count."""
+    """The operators of a program that are neither aten operators nor ``scan``; arithmetic on sizes does not count."""
     graphs = [module.graph for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule)]
     called = {node.target for graph in graphs for node in graph.nodes if node.op == "call_function"}
     operators = [target for target in called if isinstance(target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator))]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs as files: ``torch.export``'s archive, ONNX, or OpenVINO's two files. Each has the metadata that explains its output."""
+"""Programs as files: ``torch.export``'s archive, ONNX, or OpenVINO's two files. Each contains metadata that describe its output."""
 
 import contextlib
 import importlib
@@ -20,7 +20,7 @@ FORMATS = ("torch_export", "onnx", "openvino")
 INPUTS = ("images", "padding_mask")
 PACKAGES = {"torch_export": (), "onnx": ("onnx", "onnxscript", "onnxruntime"), "openvino": ("onnx", "onnxscript", "openvino")}
 OPSET = 18  # version of ONNX's operators: the first that every version of torch's exporter has
-OLDEST_RUNTIMES = {False: "1.14", True: "1.31"}  # the first onnxruntime with this opset, and the first with float16 on a CPU
+OLDEST_RUNTIMES = {False: "1.14", True: "1.31"}  # first onnxruntime with this opset, and first with float16 on a CPU
 
 
 def require_format(format: str) -> None:
@@ -54,17 +54,18 @@ def write_program(
         program: result of :func:`cpvt_det.export.trace`.
         format: one of ``FORMATS``.
         path: path of the file; OpenVINO's ends in ``.xml``, and its weights become a second file that ends in ``.bin``.
-        metadata: values that JSON can hold. ``torch.export.load`` returns them as the extra file ``cpvt_det.json``; in ONNX they
-            are the metadata ``cpvt_det``, in OpenVINO the ``rt_info`` of that name.
-        half_precision: whether the program computes in float16, or OpenVINO's weights are in float16. An ONNX file is then not
-            optimised, but left to the runtime: onnxscript 0.7 merges float32 norms into half convolutions, which no runtime loads.
+        metadata: values that JSON can represent. ``torch.export.load`` returns them as the extra file ``cpvt_det.json``. In ONNX
+            they are the metadata ``cpvt_det``, and in OpenVINO the ``rt_info`` of that name.
+        half_precision: whether the program computes in float16 or, for OpenVINO, the weights are in float16. An ONNX file is then
+            not optimised here but left to the runtime, because onnxscript 0.7 merges float32 norms into half convolutions, which no
+            runtime loads.
         outputs: names of the program's outputs, from its post-processing.
 
     Raises:
         RunStoppedError: a program that cannot be converted.
     """
     if format == "torch_export":
-        with _silenced("torch._export.serde.serialize"):  # it warns that scan takes nothing from outside
+        with _silenced("torch._export.serde.serialize"):  # it warns that scan takes no values from outside
             torch.export.save(program, path, extra_files={f"{METADATA_KEY}.json": json.dumps(metadata)})
         return
     try:
@@ -91,15 +92,15 @@ def write_program(
 
 
 def _for_old_runtimes(model: Any) -> Any:
-    """Convert an ``onnx.ModelProto`` to the oldest file format that its operators allow, without the additions of later ones.
+    """Convert an ``onnx.ModelProto`` to the oldest file format that its operators allow, without the additions of later formats.
 
-    These are the exporter's notes on every operator, such as the files and lines that it came from.
+    These additions are the exporter's notes on every operator, such as the files and lines that it came from.
     """
     from onnx.helper import find_min_ir_version_for
 
     model.ir_version = find_min_ir_version_for(model.opset_import)
     graphs = [model.graph]
-    for graph in graphs:  # grows by the bodies of loops and branches
+    for graph in graphs:  # the list grows by the bodies of loops and branches
         for part in (graph, *graph.node, *graph.input, *graph.output, *graph.value_info):
             part.ClearField("metadata_props")
         graphs += [attribute.g for node in graph.node for attribute in node.attribute if attribute.HasField("g")]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An exported file in float32 -> one with convolutions and linear layers in int8, by onnxruntime's quantization or NNCF.
+"""Convert convolutions and linear layers of a float32 file to int8, by onnxruntime's quantization or NNCF.
 
-Attention, norms, sampling, boxes and scores stay in float32. So do depthwise convolutions such as PEG's, whose few products cost no
-time and whose channels have different ranges. ``docs/export.md`` has the AP of this choice.
+Attention, norms, sampling, boxes and scores stay in float32. So do depthwise convolutions such as PEG's, because their few products
+take little time and their channels have different ranges. ``docs/export.md`` has the AP of this choice.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ Feed = dict[str, Any]
 
 
 def require_int8(format: str) -> None:
-    """Refuse a format that has no int8, or whose package is missing.
+    """Refuse a format that does not support int8, or whose package is missing.
 
     Raises:
         BadInputError: such a format; the message says what to do.
@@ -87,7 +87,7 @@ def _quantize_onnx(path: Path, target: Path, feeds: Iterator[Feed]) -> None:
             return next(feeds, None)
 
     shape_inference.quant_pre_process(path, path, skip_optimization=True, skip_symbolic_shape=True)
-    linear_alone = {"MatMulConstBOnly": True}  # weights behind a transposition are found too
+    linear_alone = {"MatMulConstBOnly": True}  # also finds weights behind a transposition
     options = {"quant_format": QuantFormat.QDQ, "per_channel": True, "extra_options": linear_alone}
     types = {"activation_type": QuantType.QUInt8, "weight_type": QuantType.QInt8, "reduce_range": True}  # AVX2 adds in 16 bits
     chosen = {"op_types_to_quantize": ["Conv", "MatMul", "Gemm"], "nodes_to_exclude": _kept(onnx.load(path).graph)}
@@ -95,7 +95,8 @@ def _quantize_onnx(path: Path, target: Path, feeds: Iterator[Feed]) -> None:
 
 
 def _kept(graph: Any) -> list[str]:
-    """Names of depthwise convolutions, and of products with constants that are not matrices, such as keys of constant queries."""
+    """Names of operators that stay in float32: depthwise convolutions, and products with constants other than matrices, such as
+    keys of constant queries."""
     shapes = {weight.name: weight.dims for weight in graph.initializer}
     names = []
     for node in graph.node:
@@ -122,5 +123,5 @@ def _quantize_openvino(path: Path, target: Path, feeds: Iterator[Feed]) -> None:
 
 
 def _is_weight(value: Any) -> bool:
-    """Whether a value is a constant matrix, unlike the vector that D-FINE multiplies its distributions with."""
+    """Whether a value is a constant matrix, unlike the vector with which D-FINE multiplies its distributions."""
     return value.get_node().get_type_name() == "Constant" and len(value.get_shape()) == 2

@@ -218,7 +218,7 @@ class DeformableDecoder(nn.Module):
         num_layers: D, at least 1.
         layer: arguments of :class:`DeformableDecoderLayer`.
         look_forward_twice: whether the loss of a layer also corrects the boxes of the layer before, from which it starts (arXiv
-            2203.03605, section 3.5), or only its own boxes. No effect without box refinement.
+            2203.03605, section 3.5); otherwise it corrects only its own. No effect without box refinement.
         final_norm: whether one norm, shared by all layers, precedes the heads, as in DINO. The queries and boxes that a layer
             passes to the next do not go through it.
         mixed_supervision: whether layers are :class:`MixedDecoderLayer`. In training, ``Predictions.one_to_many`` then holds the

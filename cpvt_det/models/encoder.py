@@ -42,7 +42,7 @@ class EncoderLayer(FeedForward):
         num_heads: M.
         ffn_channels: width of the feed-forward network.
         dropout: probability, in training.
-        pre_norm: norm before each part instead of after its residual.
+        pre_norm: whether norms come before each part instead of after its residual.
         activation: activation of the feed-forward network, ``relu`` or ``gelu`` (exact).
         norm_eps: number that norms add to variances.
         drop_path: probability, in training, that an image skips the attention or the network of a layer, drawn for each separately.

@@ -36,7 +36,7 @@ class ImageModel(nn.Module):
         super().__init__()
         require_contract(backbone, "backbone", "strides", "channels", "size_divisibility")
         self.backbone = backbone.to(memory_format=torch.channels_last)  # faster on a CPU
-        guard_strided_1x1(self.backbone)  # strided 1x1 convolutions corrupt memory in this layout, also in backbones of timm, detectron2 or the user
+        guard_strided_1x1(self.backbone)  # these corrupt memory in this layout; timm, detectron2 and users have such backbones
         self.frozen: tuple[str, ...] = ()
         self.register_buffer("pixel_mean", torch.tensor(pixel_mean)[:, None, None], persistent=False)
         self.register_buffer("pixel_std", torch.tensor(pixel_std)[:, None, None], persistent=False)

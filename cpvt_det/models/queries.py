@@ -166,7 +166,7 @@ class ProposedQueries(nn.Module):
             others (as in arXiv 2212.06137). 1 switches this off.
         class_proposals: whether proposals have classes and are chosen by their best class. The loss then sees only the chosen ones,
             as in DINO's code.
-        hybrid: number of additional queries, from the next best proposals, that exist in training only. The loss matches each
+        hybrid: number of additional queries, made from the next best proposals, that exist in training only. The loss matches each
             object with several of them. The two groups do not see each other (arXiv 2207.13080, section 3).
         denoising: module that puts additional training queries before the others, such as
             :class:`cpvt_det.models.denoising.ContrastiveDenoising`; ``None`` for no such queries.

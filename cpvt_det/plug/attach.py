@@ -33,7 +33,7 @@ WRAPPERS = {
 
 @dataclass
 class Plug:
-    """The changes made by ``add_peg``: actions to undo, and layers with a PEG; stored as ``_peg_plug`` in the layers' owner."""
+    """The work of ``add_peg``: changes to undo, and layers with a PEG. It is stored as ``_peg_plug`` in the layers' owner."""
 
     undo: list[Any]
     layers: list[nn.Module]
@@ -53,7 +53,7 @@ def add_peg(
     Args:
         model: a model of a family in docs/plug.md, or a module that contains one.
         after: index or name of the layers; for a backbone with named maps, names of the maps.
-        position: ``keep`` or ``replace``, which removes the encoding that the model has at this place.
+        position: ``keep``, or ``replace`` to remove the encoding that the model has at this place.
         weights: source of the PEGs' weights: a folder of ``save_pretrained``, a file, or a state dict.
         grid: (H, W) of the tokens, for ``nn.TransformerEncoder`` only, which has no grid; ``encoder.peg_grid`` changes it.
         share_levels: whether one PEG serves all levels of a multi-level encoder, instead of one per level.
@@ -144,7 +144,7 @@ def attach(
     share_levels: bool = False,
     **peg_options: Any,
 ) -> None:
-    """Put PEGs into the owner of the layers, whose family is known; the other arguments are those of :func:`add_peg`."""
+    """Put PEGs into the owner of the layers, which belongs to a known family; the other arguments are those of :func:`add_peg`."""
     options = _checked_options(peg_options)
     layers = family.layers(owner)
     names = _chosen(layers, after, family)

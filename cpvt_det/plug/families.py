@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models that ``add_peg`` knows: where each has its layers, tokens, grid and padding mask.
+"""The models that ``add_peg`` knows, with the places of their layers, tokens, grid and padding mask.
 
-A family is a set of attributes with a few methods where needed. Classes are matched by name, so that no library is imported.
+A family is a set of attributes, with a few methods where they are needed. Classes are matched by name, so that no library is
+imported.
 """
 
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from cpvt_det.plug.hooks import AttributeOverride, GridAndMask, PlugError, ZeroA
 
 
 class Family:
-    """The defaults: layers of (B, N, C) tokens without a mask, whose own arguments contain the grid."""
+    """A family with the default values: layers of (B, N, C) tokens without a mask, whose own arguments contain the grid."""
 
     name: str
     classes: tuple[str, ...]
@@ -27,13 +28,13 @@ class Family:
     output: int | None = None
     """Index of the tokens in a layer's output; ``None``: the output is the tokens."""
     grid_source: tuple[str, str] | None = None
-    """Path below the owner of the module that receives grid and mask, and whether they are read "before" or "after" it runs."""
+    """Path, below the owner, of the module that receives grid and mask; and "before" or "after", the time when they are read."""
     mask_meaning: str | None = None
     """Meaning of the family's mask; ``None``: there is no mask."""
     needs_grid = False
 
     def layers(self, owner: nn.Module) -> dict[str, nn.Module]:
-        """Name -> layer, in the order of running."""
+        """The layers by name, in the order in which they run."""
         return {f"{self.blocks}.{name}": layer for name, layer in owner.get_submodule(self.blocks).named_children()}
 
     def channels(self, owner: nn.Module, name: str, layer: nn.Module) -> int:
@@ -59,15 +60,15 @@ class Family:
         return self.layout
 
     def grid_and_mask(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> GridAndMask:
-        """Grid and mask, from a call of ``grid_source``; without one, from a call of the layer with its tokens as ``output``."""
+        """Grid and mask from a call of ``grid_source`` or, without one, from a call of the layer with its tokens as ``output``."""
         return [tuple(output.shape[1:3] if self.layout == "BHWC" else output.shape[2:4])], None
 
     def prepare(self, owner: nn.Module) -> list[Any]:
-        """Make the other changes that a PEG needs; returns objects whose ``remove()`` reverts them."""
+        """Make the other changes that a PEG needs; return objects whose ``remove()`` reverts them."""
         return []
 
     def replace(self, owner: nn.Module) -> list[Any]:
-        """Remove the encoder's own encoding; returns objects whose ``remove()`` restores it, or an empty list if there is none."""
+        """Remove the encoder's own encoding; return objects whose ``remove()`` restores it, or an empty list if there is none."""
         return []
 
 
@@ -77,7 +78,7 @@ def _argument(args: tuple, kwargs: Mapping[str, Any], index: int, *names: str) -
 
 
 def _padded(mask: Tensor | None, valid: bool = False) -> Tensor | None:
-    """The mask with True = padded; with ``valid``, the given mask has True = valid."""
+    """The mask with True = padded; ``valid`` means that True = valid in the given mask."""
     if mask is not None and mask.dtype != torch.bool:
         raise PlugError(f"the padding mask must be bool, got {mask.dtype}, whose values have no defined meaning")
     return ~mask if valid and mask is not None else mask
@@ -125,7 +126,7 @@ class DetectronSwin(Family):
 
 
 class DetectronBackbone(Family):
-    """Any backbone of detectron2: PEG on chosen maps of its output, in one dict at ``backbone.peg``."""
+    """Any backbone of detectron2. PEGs act on chosen maps of its output and are in one dict at ``backbone.peg``."""
 
     name = "detectron2 backbone"
     classes = ()
@@ -406,7 +407,7 @@ def find_owner(model: nn.Module) -> tuple[str, nn.Module, Family]:
     """The outermost module of a known class: its name in the model, the module, and its family.
 
     Raises:
-        PlugError: no such module, with a list of the known ones; or several side by side.
+        PlugError: no such module (the message lists the known ones), or several such modules side by side.
     """
     found: list[tuple[str, nn.Module, Family]] = []
     for name, module in model.named_modules():

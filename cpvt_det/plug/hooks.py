@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The hooks of a model with PEG: callables that can be pickled, deep-copied and compiled with it.
 
-None of them is a closure, and none refers to a PEG: they read ``layer.peg``, so a copy of a model uses its own PEG.
+The hooks are not closures and do not refer to a PEG. They read ``layer.peg``, so a copy of a model uses its own PEG.
 """
 
 import threading
@@ -20,7 +20,7 @@ GridAndMask = tuple[list[Size], Tensor | None]
 
 
 class PlugError(BadInputError):
-    """A model to which no PEG can be added, or one with a PEG whose grid or mask cannot be right."""
+    """A model to which no PEG can be added, or a PEG whose grid or mask cannot be right."""
 
 
 class Observer(Protocol):
@@ -36,10 +36,10 @@ class Observer(Protocol):
 
 
 class ForwardContext:
-    """Grid and mask of a forward pass, which one module of the model receives and others need; shared by the hooks of a model.
+    """Grid and mask of a forward pass, shared by the hooks of a model, because one module receives them and others need them.
 
     A layer that is recomputed in the backward pass (gradient checkpointing) reads them after the forward pass has ended. It gets
-    those of the last forward pass, so two forward passes before one backward pass cannot be distinguished.
+    the grid and mask of the last forward pass, so two forward passes before one backward pass cannot be distinguished.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class ForwardContext:
         self.open = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"current": None, "thread": 0, "open": False}  # a copy records its own
+        return {"current": None, "thread": 0, "open": False}  # a copy records its own grid and mask
 
 
 def _thread() -> int:
@@ -108,7 +108,7 @@ class ApplyPEG:
         layout: ``BNC``, ``NBC``, ``BHWC`` or ``BCHW``.
         prefix: number of class and register tokens before those of the grid, or of each window.
         windows: number of windows per side, each of which is an element of the layer's batch.
-        context: grid and mask that another module received; ``None``: they are read from the layer's own call.
+        context: grid and mask that another module received; ``None`` to read them from the layer's own call.
     """
 
     def __init__(self, family: Observer, layout: str, prefix: int, windows: int, context: ForwardContext | None):
@@ -161,7 +161,7 @@ class ApplyPEG:
             return tokens.new_zeros(tokens.shape[:2], dtype=torch.bool)
         if padded.shape != tokens.shape[:2]:
             raise PlugError(f"{self.family.name}: a mask of shape {tuple(padded.shape)} does not fit tokens {tuple(tokens.shape)}")
-        # Not while compiling, and on a GPU only once: the check depends on data, for which it waits.
+        # Not while compiling, and on a GPU only once, because the check must wait for data.
         if (not self.mask_is_checked or padded.device.type == "cpu") and not torch.compiler.is_compiling():
             self.mask_is_checked = True
             if padded[:, 0].any():
@@ -173,7 +173,7 @@ class ApplyPEG:
 
 
 def apply_levels(peg: nn.Module, tokens: Tensor, padded: Tensor, shapes: Sequence[Size]) -> Tensor:
-    """Apply a PEG to a single map, or a list of PEGs to the levels: one per level, or one for all.
+    """Apply a PEG to a single map, or a list of PEGs to the levels, with one PEG per level or one for all.
 
     Raises:
         PlugError: a list whose length is neither 1 nor the number of levels.

@@ -26,7 +26,7 @@ class ImageClasses:
     """The classes of one image.
 
     Attributes:
-        scores: (K,) float32 in [0, 1], whose sum is 1, in the order of ``classes``.
+        scores: (K,) float32 in [0, 1] with the sum 1, in the order of ``classes``.
         classes: ids and names of the classes.
     """
 
@@ -50,7 +50,8 @@ class ImageClasses:
 
 
 class ClassPredictor(Predictor):
-    """Classifies images of any kind and size; called like a :class:`Predictor`, it returns :class:`ImageClasses`.
+    """A trained classifier for images of any kind and size. It is called like a :class:`Predictor`, but returns
+    :class:`ImageClasses`.
 
     Args:
         trained: a loaded classifier.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Image files by path, folder or glob, or a film -> detections in files: pictures and JSON."""
+"""Detect objects in image files, given by path, folder or glob, or in a film; write pictures and JSON."""
 
 import contextlib
 import json
@@ -25,7 +25,7 @@ from cpvt_det.predict.films import FilmReader, FilmWriter, Tracks
 from cpvt_det.predict.predictor import Predictor
 from cpvt_det.visualize.pictures import draw_objects
 
-LONGEST_JPEG = 65_500  # pixels a side, libjpeg's limit
+LONGEST_JPEG = 65_500  # largest side in pixels, libjpeg's limit
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Found:
         images: number of images.
         detections: number of detections that passed the threshold.
         best: highest score of all detections; ``None`` if there are none.
-        best_name: class of that detection, and name of its image.
+        best_name: class of the detection with this score, and name of its image.
         full: names of images in which every detection passed the threshold, so some objects may have been cut off.
         limit: number of detections in the first of these images.
     """
@@ -77,7 +77,7 @@ class InputFile:
 
 
 def check_files(paths: Sequence[Path], source: str, on_bad: str) -> tuple[list[InputFile], Issues]:
-    """Read all headers before the first detection.
+    """Read the headers of all files before the first detection.
 
     Args:
         paths: result of :func:`find_files`.
@@ -108,8 +108,8 @@ def check_files(paths: Sequence[Path], source: str, on_bad: str) -> tuple[list[I
 def predict_files(
     predictor: Predictor, files: Sequence[InputFile], output: Path, threshold: float, batch_size: int, on_bad: str
 ) -> Found:
-    """Detect; write ``pictures/``, ``detections.json`` (COCO's results), ``images.json`` (a COCO data set without annotations) and
-    ``coco.json`` (the same with the detections as annotations, to look at and to correct in other programs).
+    """Detect objects in files. Write ``pictures/``, ``detections.json`` (COCO's results), ``images.json`` (a COCO data set without
+    annotations) and ``coco.json`` (the same with the detections as annotations, to view and correct in other programs).
 
     Args:
         predictor: predictor of a trained model.
@@ -138,7 +138,7 @@ def predict_files(
             picture = output / "pictures" / pictures[file.name]
             picture.parent.mkdir(parents=True, exist_ok=True)
             drawn = found.draw()
-            drawn.thumbnail((LONGEST_JPEG, LONGEST_JPEG))  # only where it is larger
+            drawn.thumbnail((LONGEST_JPEG, LONGEST_JPEG))  # only if it is larger
             drawn.save(picture, quality=92)
             results += found.to_coco(file.image_id)
             done.append(file)
@@ -149,8 +149,8 @@ def predict_files(
 def predict_film(
     predictor: Predictor, reader: FilmReader, output: Path, threshold: float, batch_size: int, track: bool = False
 ) -> Found:
-    """Detect in a film; write ``film.mp4``, with boxes and the times of its frames, and ``frames.jsonl``, a line for each frame:
-    ``{"frame": 12, "time": 0.48, "detections": [{"category_id": 3, "name": "cat", "bbox": [x, y, w, h], "score": 0.9}]}``.
+    """Detect objects in a film. Write ``film.mp4``, with boxes and the times of its frames, and ``frames.jsonl``, with a line per
+    frame: ``{"frame": 12, "time": 0.48, "detections": [{"category_id": 3, "name": "cat", "bbox": [x, y, w, h], "score": 0.9}]}``.
 
     Both are written while the film is read, so that all results up to an interruption remain.
 
@@ -160,7 +160,8 @@ def predict_film(
         output: folder to write to; created if missing.
         threshold: lowest score to draw and write.
         batch_size: number of frames per batch.
-        track: give objects ids across frames (:class:`cpvt_det.predict.films.Tracks`), as ``track`` of a detection and in the film.
+        track: whether to give objects ids across frames (:class:`cpvt_det.predict.films.Tracks`), as ``track`` of a detection and
+            in the film.
 
     Returns:
         The numbers of frames and detections, and the best score.
@@ -178,7 +179,7 @@ def predict_film(
             found = everything.above(threshold)
             total.add(f"frame {number}", everything, len(found))
             rows = [{"name": name, **row} for name, row in zip(found.names, found.to_coco(number), strict=True)]
-            ids = [] if tracks is None else tracks(everything)[: len(found)]  # best first, as both are
+            ids = [] if tracks is None else tracks(everything)[: len(found)]  # both are sorted best first
             for row in rows:
                 del row["image_id"]
             for row, one in zip(rows, ids, strict=tracks is not None):
@@ -213,7 +214,7 @@ def _write_coco(classes: Classes, done: Sequence[InputFile], results: list[dict[
 
 
 def predict_classes(predictor: ClassPredictor, files: Sequence[InputFile], output: Path, batch_size: int, on_bad: str) -> int:
-    """Classify; write ``classes.json``: for each image its file, and names and scores of the best classes.
+    """Classify images. Write ``classes.json``, which has for each image its file, and the names and scores of the best classes.
 
     Args:
         predictor: predictor of a trained classifier.
@@ -235,7 +236,7 @@ def predict_classes(predictor: ClassPredictor, files: Sequence[InputFile], outpu
 
 
 def picture_names(names: Sequence[str]) -> dict[str, str]:
-    """Name of an image -> name of its picture: ``a.jpg`` for ``a.png``, or ``a.png.jpg`` if two images would share a name."""
+    """The name of each image's picture: ``a.jpg`` for ``a.png``, or ``a.png.jpg`` if two images would share a name."""
     short = {name: str(PurePosixPath(name).with_suffix(".jpg")) for name in names}
     long = {name: f"{name}.jpg" for name in names}
     counts = Counter([*short.values(), *long.values()])

@@ -43,7 +43,7 @@ class ImageDetections(Detections):
 
     @property
     def class_ids(self) -> Tensor:
-        """(n,) int64, the category id of each detection in the data."""
+        """(n,) int64, the data's category id of each detection."""
         return torch.tensor(self.classes.ids)[self.labels]
 
     @property
@@ -53,7 +53,7 @@ class ImageDetections(Detections):
 
     @property
     def image(self) -> Tensor:
-        """(3, H, W) uint8 RGB, the image; if ``source`` is a path, it is read again."""
+        """(3, H, W) uint8 RGB, the image. If ``source`` is a path, the file is read again."""
         return self.source if isinstance(self.source, Tensor) else read_image(self.source)
 
     def above(self, threshold: float) -> "ImageDetections":
@@ -68,7 +68,7 @@ class ImageDetections(Detections):
         return ImageDetections(self.boxes_xyxy[keep], self.scores[keep], self.labels[keep], self.classes, self.source)
 
     def to_coco(self, image_id: int) -> list[dict[str, Any]]:
-        """Entries of COCO's results format: category ids of the data, boxes xywh; equal to those that an evaluation writes."""
+        """Entries of COCO's results format, with the data's category ids and xywh boxes, equal to those of an evaluation."""
         start, end = self.boxes_xyxy.double().split(2, dim=1)
         boxes = torch.cat((start, end - start), dim=1)  # xyxy -> xywh
         columns = (self.class_ids.tolist(), boxes.tolist(), self.scores.double().tolist())
@@ -89,7 +89,8 @@ class ImageDetections(Detections):
         return SupervisionDetections(**arrays, data={"class_name": np.array(self.names, dtype=str)})
 
     def draw(self) -> Image.Image:
-        """The image with every box, name and score, in the colour of its class; ``above(0.5).draw()`` draws high scores only.
+        """The image with the box, name and score of every detection, in the colour of its class; ``above(0.5).draw()`` draws high
+        scores only.
 
         Images whose short side is below 384 pixels are enlarged by a whole factor, so that the labels fit.
         """

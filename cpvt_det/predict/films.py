@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Films, cameras and addresses of streams -> frames as images, decoded by PyAV, the package ``av``."""
+"""Read films, cameras and addresses of streams as images, decoded by PyAV, the package ``av``."""
 
 import os
 import re
@@ -20,10 +20,10 @@ from cpvt_det.predict.detections import ImageDetections
 SUFFIXES = (".mp4", ".m4v", ".mov", ".avi", ".mkv", ".webm", ".mpg", ".mpeg", ".wmv", ".flv", ".ts", ".3gp")
 ADDRESS = re.compile(r"(rtsps?|rtmps?|https?|udp|tcp|srt)://", re.IGNORECASE)
 CAMERAS = {"linux": ("v4l2", "/dev/video{}"), "darwin": ("avfoundation", "{}:none")}
-"""System -> the format and the name with which ffmpeg opens a camera by its number."""
+"""Operating system -> the format and the name with which ffmpeg opens a camera by its number."""
 MILLISECOND = Fraction(1, 1000)
 SECONDS = 10.0
-"""Longest time that an address may take to answer, at the start and between two frames."""
+"""Longest time in which an address must answer, at the start and between two frames."""
 
 
 class Frame(NamedTuple):
@@ -31,7 +31,8 @@ class Frame(NamedTuple):
 
     Attributes:
         number: number of the frame in the film, from 0.
-        time: its time stamp in seconds, which always increases; with a variable rate, the time at which the frame is shown.
+        time: time stamp of the frame in seconds, which always increases; with a variable rate, the time at which the frame is
+            shown.
         pixels: (3, H, W) uint8 RGB, upright.
     """
 
@@ -41,7 +42,7 @@ class Frame(NamedTuple):
 
 
 def is_film(source: str) -> bool:
-    """Whether a word is a film, a camera's number or an address, and not an image, judged by its form or its suffix."""
+    """Whether a word is a film, a camera's number or an address instead of an image, judged by its form or its suffix."""
     return bool(ADDRESS.match(source)) or is_camera(source) or Path(source).suffix.lower() in SUFFIXES
 
 
@@ -51,15 +52,15 @@ def is_camera(source: str) -> bool:
 
 
 class FilmReader:
-    """The frames of a film, read on demand, with little memory for films of any length.
+    """The frames of a film, read on demand, so that films of any length need little memory.
 
     Args:
         source: path of a film, number of a camera, or address that ffmpeg reads, such as ``rtsp://...``.
-        every: interval of the frames to take: the first of every so many.
+        every: interval of the frames: the first of every ``every`` frames is used.
 
     Attributes:
-        rate: number of frames taken per second, according to the film's header.
-        expected: number of frames to be taken, according to the header; ``None`` if it does not say.
+        rate: number of frames used per second, according to the film's header.
+        expected: number of frames that will be used, according to the header; ``None`` if the header has no such number.
 
     Raises:
         BadInputError: ``every`` below 1; PyAV is not installed; a camera's number on a system other than Linux and macOS.
@@ -87,13 +88,13 @@ class FilmReader:
 
         Raises:
             DataError: a film without frames.
-            RunStoppedError: a film that breaks off; raised after the frames before that point.
+            RunStoppedError: a film that breaks off; the error is raised after the last frame before that point.
         """
         av, step, number = _av(), 1 / (self.rate * self.every), -1
         last = -step
         try:
             for number, frame in enumerate(self._container.decode(self._stream)):
-                time = frame.time if frame.time is not None and frame.time > last else last + step  # some have none
+                time = frame.time if frame.time is not None and frame.time > last else last + step  # some frames have no time
                 last = time
                 if number % self.every == 0:
                     yield Frame(number, time, _upright(frame))
@@ -153,7 +154,7 @@ def _upright(frame: Any) -> Tensor:
 
 
 class FilmWriter:
-    """Pictures with their times -> an MP4 file; the part that is already written can always be played.
+    """A writer of pictures with their times to an MP4 file; the part that is already written can always be played.
 
     Args:
         path: path of the file.
@@ -161,7 +162,7 @@ class FilmWriter:
 
     def __init__(self, path: Path):
         av = _av()
-        # In fragments, so that the file needs no end, and no index that grows in memory.
+        # In fragments, so that an unfinished file can be played, and no index grows in memory.
         self._container = av.open(str(path), "w", options={"movflags": "frag_keyframe+empty_moov+default_base_moof"})
         self.path = path
         self._codec = "libx264" if "libx264" in av.codecs_available else "mpeg4"
@@ -169,7 +170,7 @@ class FilmWriter:
         self._start = self._last = 0
 
     def add(self, picture: Image.Image, time: float) -> None:
-        """Write a picture that is shown from ``time`` on, in seconds; all pictures are scaled to the size of the first one.
+        """Write a picture that is shown from ``time`` on, in seconds. All pictures are scaled to the size of the first one.
 
         Raises:
             BadInputError: a file that cannot be written.
@@ -177,7 +178,7 @@ class FilmWriter:
         milliseconds = round(1000 * time)
         if self._stream is None:
             self._stream = self._container.add_stream(self._codec, rate=25, options={"crf": "23", "g": "50", "bf": "0"})
-            self._stream.width, self._stream.height = (side + side % 2 for side in picture.size)  # which H.264 needs even
+            self._stream.width, self._stream.height = (side + side % 2 for side in picture.size)  # H.264 needs even sides
             self._stream.pix_fmt, self._stream.codec_context.time_base = "yuv420p", MILLISECOND
             self._start, self._last = milliseconds, -1
         size = self._stream.width, self._stream.height
@@ -200,11 +201,11 @@ class FilmWriter:
 
 
 class Tracks:
-    """Gives objects ids across the frames of a film; called frame by frame.
+    """A tracker that gives objects ids across the frames of a film; it is called once per frame.
 
     Args:
         rate: frames per second.
-        threshold: lowest score at which a new object gets an id; detections with lower scores only continue a track.
+        threshold: lowest score at which a new object gets an id; detections with lower scores only continue existing tracks.
 
     Raises:
         BadInputError: the package is not installed.
@@ -221,9 +222,9 @@ class Tracks:
         self._tracker = ByteTrackTracker(frame_rate=rate, **scores)
 
     def __call__(self, found: ImageDetections) -> list[int | None]:
-        """The id of each detection of the next frame; ``None`` for one that belongs to no track, or not yet."""
+        """The id of each detection of the next frame; ``None`` for a detection that belongs to no track, or not yet."""
         given = found.to_supervision()
-        given.data["index"] = np.arange(len(found))  # the answer may have another order
+        given.data["index"] = np.arange(len(found))  # the answer may have a different order
         tracked = self._tracker.update(given)
         pairs = zip(tracked.data.get("index", ()), () if tracked.tracker_id is None else tracked.tracker_id, strict=True)
         ids = {int(index): int(number) for index, number in pairs if number >= 0}

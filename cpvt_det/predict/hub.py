@@ -79,7 +79,7 @@ class RunFacts:
 
 
 def read_facts(checkpoint: Path | None, with_picture: bool) -> RunFacts:
-    """Read the facts about a checkpoint from it and from the files of its run in the same folder; a model folder has none."""
+    """Read the facts about a checkpoint from it and from its run's files in the same folder; a model folder has no such facts."""
     if checkpoint is None or not checkpoint.is_file():
         return RunFacts()
     content = read_checkpoint(checkpoint, only_look=True)
@@ -135,7 +135,7 @@ def push(
 
 
 def without_places(cfg: CfgNode) -> CfgNode:
-    """A config without the folders, files and addresses of the machine that it was used on; names of weights stay."""
+    """A config without the folders, files and addresses of the machine that it was used on. Names of weights stay."""
     cfg, default = cfg.clone(), get_cfg()
     cfg.OUTPUT_DIR, cfg.DATASETS.REGISTER, cfg.MODEL.WEIGHTS = default.OUTPUT_DIR, [], ""
     cfg.MODEL.WEIGHTS_SHA256 = ""
@@ -154,7 +154,7 @@ def _metadata(repo_id: str, cfg: CfgNode, facts: RunFacts, license: str | None) 
     kind = "image-classification" if is_classifier(cfg) else "object-detection"
     results = []
     for figure in itertools.chain(*main_figures({0: dict(facts.figures)})):
-        *of, _, metric = figure.split("/")  # of several test sets, the name of the set comes first
+        *of, _, metric = figure.split("/")  # if there are several test sets, the name of the set comes first
         name = "/".join(of) or first
         results.append(EvalResult(kind, name, name, metric.lower(), round(facts.figures[figure], 2), metric_name=figure))
     return ModelCardData(
@@ -190,7 +190,7 @@ def write_card(repo_id: str, cfg: CfgNode, classes: Classes, thresholds: Thresho
     python = (CLASSIFY if classifies else DETECT).format(repo_id=repo_id)
     parts.append(USE.format(python=python, threshold="" if best is None else f" Scores from {best:.3g} have the best F1."))
     if facts.figures:
-        rows = sorted(facts.figures.items(), key=lambda row: "/AP-" in row[0])  # those of classes last
+        rows = sorted(facts.figures.items(), key=lambda row: "/AP-" in row[0])  # figures of single classes come last
         table = tabulate([(name, f"{value:.1f}") for name, value in rows], ("figure", ""), tablefmt="pipe", disable_numparse=True)
         parts.append(EVALUATION.format(tests=_listed(cfg.DATASETS.TEST), iteration=facts.iteration, table=table))
     if cfg.DATASETS.TRAIN:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images of any kind -> (3, H, W) uint8 RGB, as :func:`cpvt_det.data.images.read_image` decodes them."""
+"""Turn images of any kind into (3, H, W) uint8 RGB, as :func:`cpvt_det.data.images.read_image` decodes them."""
 
 import os
 
@@ -19,8 +19,8 @@ def read_input(image: ImageInput, channels: str | None = None) -> Tensor:
     """Read one image.
 
     Args:
-        image: path of a file; a PIL image; an array (H, W, 3), (H, W, 4), whose transparency is dropped, (H, W) or (H, W, 1) of
-            uint8, or of uint16, whose high byte is taken; a tensor (3, H, W) uint8.
+        image: path of a file; a PIL image; a tensor (3, H, W) uint8; or an array (H, W), (H, W, 1), (H, W, 3) or (H, W, 4) of uint8
+            or uint16. Transparency is dropped, and of uint16 the high byte is used.
         channels: order of the channels in arrays and tensors, "rgb" or "bgr". Required for colour arrays; the default of tensors is
             "rgb".
 
@@ -28,7 +28,8 @@ def read_input(image: ImageInput, channels: str | None = None) -> Tensor:
         (3, H, W) uint8, RGB, on the CPU.
 
     Raises:
-        DataError: a file that cannot be read; arrays and tensors of another shape or dtype; a colour array without ``channels``.
+        DataError: a file that cannot be read; arrays and tensors of an unsupported shape or dtype; a colour array without
+            ``channels``.
     """
     if channels is not None and channels not in ORDERS:
         raise DataError(f"channels must be 'rgb' or 'bgr', got {channels!r}")

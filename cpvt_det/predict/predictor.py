@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A trained detector that is called with images.
 
-An image passes through the same decoding, resizing, batching, detector and post-processing as in evaluation.
+Decoding, resizing, batching, detector and post-processing are the same as in evaluation.
 """
 
 import os
@@ -34,7 +34,7 @@ class FoundFrame(NamedTuple):
 
     Attributes:
         number, time: number and time of the frame, as in :class:`cpvt_det.predict.films.Frame`.
-        detections: its detections, with its pixels as ``source``.
+        detections: detections in the frame, with its pixels as ``source``.
     """
 
     number: int
@@ -43,7 +43,7 @@ class FoundFrame(NamedTuple):
 
 
 class Predictor:
-    """Detects objects in images of any kind and size.
+    """A trained detector for images of any kind and size.
 
     Args:
         detector: detector with its weights, on its device.
@@ -51,8 +51,8 @@ class Predictor:
         mapper: mapper that prepares an image.
         classes: ids and names of the labels.
         config: config of the detector as YAML, for :meth:`save`.
-        thresholds: score thresholds of the detector's last evaluation; ``None`` if they are not known.
-        tiling: tiles that large images are cut into, unless a call sets others; ``None``: they are not cut.
+        thresholds: score thresholds of the detector's last evaluation; ``None`` if they are unknown.
+        tiling: tiles that large images are cut into, unless a call sets others; ``None`` to leave images whole.
 
     Attributes:
         origin: path of the checkpoint or folder that the detector was loaded from; ``None`` if it was not loaded.
@@ -85,15 +85,15 @@ class Predictor:
         config_file: str = "",
         overrides: Sequence[str] = (),
     ) -> "Predictor":
-        """Load a checkpoint of a run (``model_best.pth``) or a model folder, which contains config, classes and image sizes, or
-        weights of another project, whose config follows from their names and shapes; or a file of ``cpvt-det export``, ONNX or
-        OpenVINO.
+        """Load a checkpoint of a run (``model_best.pth``) or a model folder, which contain config, classes and image sizes. Weights
+        of other projects, whose config follows from their names and shapes, and files of ``cpvt-det export``, ONNX or OpenVINO, are
+        also accepted.
 
         Args:
             path: path of the file or folder, or a name that ``cpvt-det weights`` lists. If the run had ``SOLVER.EMA``, the averaged
                 weights are used, as in evaluation.
             device: device to run on; by default a CUDA GPU if there is one, else the CPU.
-            config_file: config to use instead of the one in the weights, or if they contain none.
+            config_file: config to use instead of the one in the weights, or for weights that contain none.
             overrides: KEY VALUE words, as on the command line: ``["INPUT.MIN_SIZE_TEST", "480"]``.
 
         Raises:
@@ -106,10 +106,10 @@ class Predictor:
 
     @classmethod
     def from_trained(cls, trained: Trained) -> "Predictor":
-        """A predictor of a loaded model.
+        """Make a predictor from a loaded model.
 
         Raises:
-            ConfigError: a model of another task, or keys that cannot be used.
+            ConfigError: a model of a different task, or keys that cannot be used.
         """
         if isinstance(trained.detector, Classifier):
             name = trained.cfg.MODEL.META_ARCHITECTURE
@@ -124,8 +124,8 @@ class Predictor:
     def from_pretrained(
         cls, repo_id: str, device: str | torch.device | None = None, overrides: Sequence[str] = (), **options: Any
     ) -> "Predictor":
-        """Load public weights by their name, or a model from Hugging Face's hub, such as one from :meth:`push_to_hub`. It is
-        fetched once, and needs no network afterwards.
+        """Load public weights by their name, or a model from Hugging Face's hub, such as one from :meth:`push_to_hub`. The files
+        are fetched once, and no network is needed afterwards.
 
         Args:
             repo_id: name of public weights, as ``cpvt-det weights`` lists them, name of a repository, ``user/name``, or path of a
@@ -172,7 +172,7 @@ class Predictor:
                 :attr:`tiling`.
 
         Returns:
-            The detections of the image, at most ``TEST.DETECTIONS_PER_IMAGE``; for a list, a list.
+            The detections of the image, at most ``TEST.DETECTIONS_PER_IMAGE``; for a list of images, a list of these.
 
         Raises:
             DataError: something that is not an image; the message contains its index in the list.
@@ -240,7 +240,7 @@ class Predictor:
     def push_to_hub(self, repo_id: str, license: str | None = None, picture: bool = True, **options: Any) -> str:
         """Upload the model folder to Hugging Face's hub, for :meth:`from_pretrained`, with a model card.
 
-        The card lists the classes, and shows how to use and train the model. If the model was loaded from a checkpoint in the
+        The card lists the classes and explains how to use and train the model. If the model was loaded from a checkpoint in the
         folder of its run, the card also has the number of training images, the figures of the evaluation at its iteration, and a
         picture. Paths on this machine are removed from the config, and so are its callbacks.
 
@@ -293,5 +293,5 @@ def _read(image: ImageInput, channels: str | None, index: int) -> torch.Tensor:
 
 
 def _source(image: ImageInput, pixels: torch.Tensor) -> str | torch.Tensor:
-    """The source for drawing the image later; for a file its path, because the pixels of a long list would fill the memory."""
+    """The source for drawing the image later; for a file it is the path, because pixels of a long list would fill the memory."""
     return os.path.expanduser(image) if isinstance(image, str | os.PathLike) else pixels

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trained model behind the page: bytes of an image file -> its detections, and where the decoder looked for each."""
+"""A trained model behind the page: for an image file, it returns detections and the places where the decoder looked for each."""
 
 import hashlib
 import threading
@@ -20,16 +20,16 @@ from cpvt_det.visualize.page import embed_image
 from cpvt_det.visualize.recording import ForwardRecord, attention_layers, record_inputs
 
 MOST_PIXELS = 64_000_000
-"""Largest image: a small file may hold more pixels than there is memory for."""
+"""Size limit of an image, because a small file may contain more pixels than the memory can hold."""
 KEPT = 4
-"""Number of images whose passes are stored, so that a click on a box is answered at once."""
+"""Number of images whose passes are stored, so that a click on a box is answered immediately."""
 
 Json = dict[str, Any]
 
 
 @dataclass
 class Pass:
-    """The results of one image's pass through the detector, without its pixels, which may take 200 MB.
+    """The results of one image's pass through the detector, without the image's pixels, which may take 200 MB.
 
     Attributes:
         size: (height, width) of the image.
@@ -37,7 +37,7 @@ class Pass:
         detections: detections, best first.
         queries: index of the decoder query of each detection.
         record: the inputs of the decoder's attention.
-        seconds: time from the image to the detections, without decoding of the file.
+        seconds: time in seconds from the image to the detections, without decoding the file.
     """
 
     size: tuple[int, int]
@@ -49,7 +49,7 @@ class Pass:
 
 
 class ServedModel:
-    """A predictor that several threads can use, and that remembers the last images.
+    """A predictor that several threads can use, and that stores the results of the last images.
 
     Args:
         predictor: predictor of a trained model.
@@ -63,7 +63,7 @@ class ServedModel:
         self._kept: OrderedDict[bytes, Pass] = OrderedDict()
 
     def detect(self, content: bytes, name: str) -> Pass:
-        """The pass of an image; detections are those of ``predictor(path)``, bit for bit.
+        """The pass of an image; its detections are equal to those of ``predictor(path)``, bit for bit.
 
         Args:
             content: bytes of an image file.
@@ -89,10 +89,10 @@ class ServedModel:
             query: index of the query.
 
         Returns:
-            For deformable attention, ``kind`` is "points". There are the ``strides`` of the levels, and in each of ``layers`` the
-            ``reference`` (x, y, or centre and size) and ``points`` (x, y, weight, level), whose weights sum to 1. For dense
+            For deformable attention, ``kind`` is "points". The result has the ``strides`` of the levels, and each of ``layers`` has
+            the ``reference`` (x, y, or centre and size) and ``points`` (x, y, weight, level), whose weights sum to 1. For dense
             attention, ``kind`` is "heat". Each of ``layers`` has ``rows``, the mean over heads of each cell in multiples of even
-            attention, and their lower right ``corner``.
+            attention, and the lower right ``corner`` of the cells.
 
         Raises:
             BadInputError: a query that the detector does not have.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page and its two requests, ``/detect`` and ``/look``, over HTTP. Nothing is written, and no file is ever opened.
 
-Every request carries the bytes of its image, so the server stores no images. Pages of other sites cannot use it: requests from
+Every request contains the bytes of its image, so the server stores no images. Pages of other sites cannot use it: requests from
 another origin are refused, and so are requests to a host name that was not allowed. A site can make its own name point to this
 machine (DNS rebinding), but not an address or ``localhost``.
 """
@@ -26,7 +26,7 @@ from cpvt_det.visualize.page import build_page, hex_color
 logger = logging.getLogger("cpvt_det")
 MEGABYTE = 1_000_000
 MOST_DIGITS = 18
-"""Length of the longest number that is read: Python refuses thousands of digits with an error of its own."""
+"""Length of the longest number that is read, because Python refuses thousands of digits with its own error."""
 MOST_LEVELS = 8
 """Number of feature levels with their own colour, the same as in ``cpvt-det show attention``."""
 
@@ -45,12 +45,12 @@ class RefusedError(Exception):
 
 
 class PageServer(ThreadingHTTPServer):
-    """A server for the page. It listens from the start, and answers once it has models and serves.
+    """A server for the page. It listens as soon as it is made, and answers once it has models and serves.
 
     Args:
         host: address or name to listen at.
         port: port to listen at; 0 for a free one.
-        max_upload: largest image file in bytes.
+        max_upload: size of the largest image file in bytes.
         names: further host names under which the page may be requested, such as that of a proxy.
 
     Raises:
@@ -82,7 +82,7 @@ class PageServer(ThreadingHTTPServer):
         self.server_name, self.server_port = self.server_address[:2]
 
     def show(self, models: Sequence[ServedModel]) -> None:
-        """Take the models that the page shows side by side."""
+        """Set the models that the page shows side by side."""
         self.models = models
         self.page = build_page("serve.html", _describe(models, self.max_upload)).encode()
 
@@ -100,17 +100,17 @@ class PageServer(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers the requests of one connection."""
+    """A handler that answers the requests of one connection."""
 
     server: PageServer
     timeout = 60  # seconds to wait for a client that sends nothing
 
     def do_GET(self) -> None:
-        """Send the page; there is nothing else to get."""
+        """Send the page, the only thing that can be requested with GET."""
         self._answer(self._get)
 
     def do_POST(self) -> None:
-        """Send the detections of an image, or where a query looked in it, as JSON."""
+        """Send, as JSON, the detections of an image or the places where a query looked in it."""
         self._answer(self._post)
 
     def log_message(self, text: str, *arguments: Any) -> None:
@@ -194,13 +194,13 @@ def _number(asked: dict[str, list[str]], name: str, end: int | None = None) -> i
 
 
 def _whole(text: str) -> int | None:
-    """The number in a text of digits; ``None`` for any other text, or a very long one."""
+    """The number in a text of digits; ``None`` for any other text and for a very long one."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= MOST_DIGITS else None
 
 
 def _host_of(address: str) -> str:
     """The host name or IP address in an address, in lower case; empty if there is none."""
-    with contextlib.suppress(ValueError):  # for brackets that do not close
+    with contextlib.suppress(ValueError):  # raised for brackets that do not close
         return urlsplit(address).hostname or ""
     return ""
 
@@ -218,7 +218,7 @@ def _describe(models: Sequence[ServedModel], max_upload: int) -> Json:
 
 
 def _detections(model: ServedModel, content: bytes, name: str, with_pixels: bool) -> Json:
-    """Boxes are [x, y, w, h, score, label, query]; the pixels are those that the model was given, scaled down for the page."""
+    """The detections for the page, as [x, y, w, h, score, label, query]; the pixels are those of the model's input, scaled down."""
     found = model.detect(content, name)
     low, high = found.detections.boxes_xyxy.double().split(2, dim=1)
     parts = low.tolist(), (high - low).tolist(), found.detections.scores.tolist(), found.detections.labels.tolist(), found.queries

@@ -18,7 +18,7 @@ logger = logging.getLogger("cpvt_det")
 
 @dataclass
 class _Step:
-    """A step that was checked and is not yet in the log.
+    """A checked step that is not yet in the log.
 
     Attributes:
         iteration: number of its iteration.
@@ -34,9 +34,9 @@ class _Step:
 
 
 class NonFiniteGuard:
-    """Checks steps and counts the bad ones.
+    """A guard that checks steps and counts the bad ones.
 
-    A step is checked on the device, and the host does not wait for the result, which is read in :meth:`report`. After ``limit`` bad
+    A step is checked on the device. The host does not wait for the result, but reads it in :meth:`report`. After ``limit`` bad
     steps in a row all following steps are bad too, so that no weights change until the host reads the result and ends the run.
 
     Args:
@@ -64,7 +64,7 @@ class NonFiniteGuard:
         self.total.fill_(state["total"])
 
     def check(self, iteration: int, samples: Sequence[Sample], finite: Tensor, grad_norm: Tensor) -> Tensor:
-        """Find out whether a step must be skipped, and keep the result for :meth:`report`.
+        """Find out whether a step must be skipped, and store the result for :meth:`report`.
 
         Args:
             iteration: number of the iteration.
@@ -82,7 +82,7 @@ class NonFiniteGuard:
         return bad
 
     def report(self) -> None:
-        """Log the bad steps since the last call; every process has to call it after the same step.
+        """Log the bad steps since the last call. Every process must call it after the same step.
 
         Raises:
             RunStoppedError: too many bad steps in a row.
@@ -101,7 +101,7 @@ class NonFiniteGuard:
 
 
 def _why(step: _Step) -> str:
-    """The reason for which a step is bad, with the ids of the images in all processes."""
+    """The reason why a step is bad, with the ids of the images in all processes."""
     affected = [image for image, finite in zip(step.images, step.finite.tolist(), strict=True) if not finite]
     by_process = distributed.gather_objects((affected, step.images))
     affected, images = ([image for lists in by_process for image in lists[part]] for part in range(2))

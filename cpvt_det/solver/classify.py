@@ -20,12 +20,12 @@ Teacher = Callable[[Tensor], Tensor]
 
 
 class BatchMixing:
-    """Mixup or CutMix; if both are on, each gets half of the batches. An image is mixed with one drawn at random, because
-    neighbours in a batch may be copies of one image (``INPUT.CLASSIFY.REPEATS``).
+    """Mixup or CutMix; if both are on, each gets half of the batches. An image is mixed with a random other one, because neighbours
+    in a batch may be copies of the same image (``INPUT.CLASSIFY.REPEATS``).
 
     Args:
         num_classes: K.
-        mixup, cutmix: parameter of each one's Beta distribution, from which the share of one image is drawn; 0 switches it off.
+        mixup, cutmix: parameter of the Beta distribution from which the share of an image is drawn; 0 switches the method off.
 
     Raises:
         ValueError: a negative parameter.
@@ -63,10 +63,10 @@ class ClassTrainingModel(nn.Module):
     """A classifier and its loss as one module, so that one call of a wrapper (DDP) computes the losses.
 
     Args:
-        detector: classifier; its state dict is what checkpoints hold.
+        detector: classifier; checkpoints contain its state dict.
         criterion: loss; it has no parameters.
         mixing: Mixup and CutMix.
-        teacher: model to learn from, not a submodule of this one; ``None``: no teacher.
+        teacher: model to learn from, not a submodule of this one; ``None`` for no teacher.
     """
 
     def __init__(self, detector: nn.Module, criterion: ClassCriterion, mixing: BatchMixing, teacher: Teacher | None = None):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An exponential moving average of the weights, which evaluates better than the weights of the last step."""
+"""An exponential moving average of the weights, which gives better evaluations than the weights of the last step."""
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ class MovingAverage(AveragedModel):
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module, good: Tensor | None = None) -> None:
-        """Move the average towards a model; the first update copies the model.
+        """Move the average towards a model. The first update copies the model.
 
         Args:
             model: model with finite weights.

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks whether memory can hold a step. On the CPU they run before the step, because the system kills a process that needs too
-much memory without a message.
+"""Checks that memory can hold a step. On the CPU they run before the step, because the system kills a process that needs too much
+memory, without a message.
 
 One image of the first batch is passed through the detector, on the canvas of its batch, and the memory that autograd keeps for it
-is counted. All images of a part of the batch are kept at the same time, so their sum is a lower bound for the step.
-Outputs that nothing keeps, gradients, the optimiser and the work space of operators come on top. Training-only queries are counted
-before that, because their attention mask alone may exceed the memory.
+is counted. All images of a part of the batch are in memory at the same time, so their sum is a lower bound for the step. Temporary
+outputs, gradients, the optimiser and the work space of operators need additional memory. Queries that only training uses are
+counted first, because their attention mask alone may exceed the memory.
 """
 
 import contextlib
@@ -26,20 +26,20 @@ from cpvt_det.models.denoising import ContrastiveDenoising
 
 logger = logging.getLogger("cpvt_det")
 LARGE = 4_000
-"""Available bytes per pixel of a batch above which a step is not checked; detectors of this package keep less."""
+"""Number of available bytes per pixel of a batch above which a step is not checked; detectors of this package need less."""
 LARGE_SQUARE = 1_000
-"""The same per pair of queries that the decoder's self-attention compares; with denoising there may be thousands of queries."""
+"""The same number per pair of queries in the decoder's self-attention; with denoising there may be thousands of queries."""
 CERTAIN = 1.1
-"""A step is refused if its lower bound exceeds the available memory by this factor, because images may differ in their need."""
+"""Factor above the available memory at which the lower bound of a step is refused; images may differ in their need."""
 LIKELY = 1.5
-"""A warning is given if the lower bound times this factor exceeds the available memory; an advised part stays below."""
+"""Factor on the lower bound: a warning is given if the product exceeds the available memory, and advised parts stay below it."""
 SMALLER = "set smaller INPUT.MIN_SIZE_TRAIN and MAX_SIZE_TRAIN, or MODEL.CHECKPOINTING True"
 HARDLY_LESS = f"one image at a time is hardly less: {SMALLER}"
 
 
 @contextlib.contextmanager
 def out_of_memory_explained(images: int, parts: int) -> Iterator[None]:
-    """Within the block, turn an out-of-memory error of the GPU into one that says which setting helps.
+    """Within the block, turn an out-of-memory error of the GPU into an error that names the setting that helps.
 
     Args:
         images: number of samples of this process in the step.
@@ -134,7 +134,7 @@ def _require_attention_mask(detector: ImageModel, targets: Sequence[Targets | No
 
 
 def _judge(each: int, images: int, count: int, available: int, size: str, has_many_queries: bool = False) -> None:
-    """Refuse, warn about, or accept ``images`` at once that keep ``each`` bytes, perhaps because of training-only queries."""
+    """Refuse, warn about, or accept ``images`` images at once that need ``each`` bytes, perhaps due to training-only queries."""
     need = each * images
     if need * LIKELY <= available:
         return
@@ -152,7 +152,8 @@ def _judge(each: int, images: int, count: int, available: int, size: str, has_ma
 
 
 def kept_bytes(function: Callable[..., Any], *args: Any) -> int:
-    """The bytes that autograd keeps for the backward pass of a call, without parameters and buffers; each storage counts once.
+    """The number of bytes that autograd stores for the backward pass of a call, without parameters and buffers. Each storage counts
+    once.
 
     Tensors of functions that recompute their activations (``MODEL.CHECKPOINTING``) are not counted.
     """
@@ -163,7 +164,7 @@ def kept_bytes(function: Callable[..., Any], *args: Any) -> int:
     def pack(tensor: Tensor) -> Tensor:
         if _storage(tensor) not in own:
             kept[_storage(tensor)] = tensor.untyped_storage().nbytes()
-        return tensor.detach()  # an output that kept itself would never be freed
+        return tensor.detach()  # an output that refers to itself would never be freed
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         result = function(*args)  # kept tensors are not freed before this point, so no address is used twice

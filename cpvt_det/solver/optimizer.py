@@ -29,21 +29,21 @@ def parameter_groups(
     lr_multipliers: Sequence[tuple[str, float]] = (),
     layer_decay: float = 1.0,
 ) -> list[dict[str, Any]]:
-    """Trainable parameters in groups of one learning rate and weight decay each.
+    """Put trainable parameters into groups that each have one learning rate and weight decay.
 
     Args:
         model: a detector.
         lr: learning rate of all parameters outside ``model.backbone``.
         backbone_lr: learning rate of the parameters in ``model.backbone``.
-        weight_decay: weight decay of all parameters, as in DETR, unless one of the next four decays applies.
+        weight_decay: weight decay of all parameters, as in DETR, unless one of the next four applies.
         points_lr_multiplier: factor on the learning rate of Deformable-DETR's sampling offsets and reference points.
         norm_weight_decay: weight decay of norms, including those in a PEG; ``None``: no separate decay.
         peg_weight_decay: weight decay of a PEG's parameters, unless ``norm_weight_decay`` applies; ``None``: no separate decay.
         bias_weight_decay: weight decay of biases, including those of norms and PEGs; ``None``: no separate decay.
         embed_weight_decay: weight decay of embeddings: queries, tokens, tables, and everything else that is neither a weight nor
             a bias; ``None``: no separate decay.
-        lr_multipliers: (part, factor on its learning rate) pairs, with parts as in
-            :func:`cpvt_det.models.image_model.belongs_to_part`; for a part inside another one, both factors are multiplied.
+        lr_multipliers: pairs (part, factor on its learning rate), with parts as in
+            :func:`cpvt_det.models.image_model.belongs_to_part`; for a part inside another one, the two factors are multiplied.
         layer_decay: factor on the learning rate of the backbone's parameters for each layer after them (arXiv 2106.08254,
             appendix); a value other than 1 needs a backbone with ``layers_above``.
 
@@ -79,7 +79,7 @@ def parameter_groups(
 
 
 def _of_modules(model: nn.Module, kinds: Sequence[tuple[Any, float | None]]) -> dict[int, float]:
-    """Weight decay by ``id`` of the parameter, for modules of some kinds; if two apply, the later one counts."""
+    """Weight decay by ``id`` of the parameter, for modules of the given kinds; if two kinds apply, the later one counts."""
     found: dict[int, float] = {}
     for kind, decay in kinds:
         if decay is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Epochs -> iterations; iteration -> learning rate."""
+"""Schedules: turn epochs into iterations, and an iteration into a learning rate."""
 
 import math
 from collections.abc import Sequence
@@ -70,7 +70,7 @@ class LRSchedule:
 
     Args:
         schedule: schedule of the run.
-        kind: ``step`` (multiply by ``gamma`` at each step) or ``cosine`` (fall to ``end`` at the end).
+        kind: shape of the schedule, ``step`` (multiply by ``gamma`` at each step) or ``cosine`` (fall to ``end`` at the end).
         gamma: factor at each step.
         end: last factor of a cosine.
 

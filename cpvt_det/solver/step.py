@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One training step: samples -> losses -> gradients -> new weights. Both runners use it.
+"""One training step, from samples to losses, gradients and new weights. Both runners use it.
 
-The global random state is set from (seed, iteration, process) before every step. So dropout repeats in a resumed run, and in the
-other runner, without a saved state.
+The global random state is set from (seed, iteration, process) before every step. Therefore dropout repeats in a resumed run, and in
+the other runner, without a saved state.
 
 A step with anything that is not finite is skipped: weights, optimiser, running statistics and moving average do not change. The
-device decides this, and the host does not wait for it.
+device makes this decision, and the host does not wait for it.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ class TrainingModel(nn.Module):
     """A detector and its criterion as one module, so that one call of a wrapper (DDP) computes the losses.
 
     Args:
-        detector: any detector with ``preprocess``; its state dict is what checkpoints hold.
+        detector: any detector with ``preprocess``; checkpoints contain its state dict.
         criterion: the set loss, for the same classification; it has no parameters.
     """
 
@@ -70,7 +70,7 @@ def wrap_for_processes(model: TrainingModel) -> nn.Module:
 
 @dataclass
 class StepOptions:
-    """How a step is taken.
+    """Options of a training step.
 
     Attributes:
         clip_norm: bound on the norm of all gradients together; ``None`` for no clipping.
@@ -88,19 +88,20 @@ class StepOptions:
 
 
 class TrainStep:
-    """Takes training steps.
+    """A callable that takes training steps.
 
     Args:
         model: a :class:`TrainingModel`, or DDP around one.
         optimizer: fused optimizer of the detector's parameters; it changes nothing in a step whose ``found_inf`` is set.
-        learning_rate: factor on the groups' learning rates at this point.
+        learning_rate: schedule that gives the factor on the groups' learning rates at an iteration.
         options: clipping, accumulation, precision.
         seed: seed of the run.
-        ema: moving average of the weights, updated after every step; ``None``: no average.
+        ema: moving average of the weights, updated after every step; ``None`` for no average.
 
     Attributes:
         bad_steps: counter of skipped steps, read at log time.
-        done: the last iteration whose weights are complete; ``None`` before the first, and after an error while they changed.
+        done: last iteration whose weights are complete; ``None`` before the first one, and after an error during a change of the
+            weights.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class TrainStep:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore all three; a run that had no scaler may continue with one."""
+        """Restore optimiser, scaler and count. A run that had no scaler may continue with one."""
         self.optimizer.load_state_dict(state["optimizer"])
         if state.get("grad_scaler"):
             self.scaler.load_state_dict(state["grad_scaler"])
@@ -174,7 +175,7 @@ class TrainStep:
         try:
             with out_of_memory_explained(len(samples), self.options.accumulate):
                 record, finite = self._backward(samples)
-        except BaseException:  # for example because another process has ended; restore the state after the previous step
+        except BaseException:  # for example because another process ended; restore the state after the previous step
             for buffer, old in zip(statistics, before, strict=True):
                 buffer.copy_(old)
             raise
@@ -196,7 +197,7 @@ class TrainStep:
         self._fits = True
 
     def _update(self, bad: Tensor) -> None:
-        """Update the weights; after a bad step they stay, and the scale of float16 losses is halved."""
+        """Update the weights. After a bad step, they stay unchanged, and the scale of float16 losses is halved."""
         # Not scaler.step: it would search for non-finite values again, and see only this process's gradients.
         self.optimizer.found_inf = bad.float()
         self.optimizer.step()
@@ -224,7 +225,7 @@ class TrainStep:
         return record, torch.cat(finite)
 
     def _clip(self) -> Tensor:
-        """Clip the gradients, and return the norm that they had."""
+        """Clip the gradients, and return their norm before clipping."""
         self.scaler.unscale_(self.optimizer)
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         bound = float("inf") if self.options.clip_norm is None else self.options.clip_norm
@@ -232,7 +233,7 @@ class TrainStep:
 
 
 def split_samples(samples: Sequence[Sample], parts: int) -> list[Sequence[Sample]]:
-    """The samples in parts of nearly equal length, none of them empty."""
+    """Split samples into parts of nearly equal length without an empty part."""
     parts = min(parts, len(samples))
     borders = [round(number * len(samples) / parts) for number in range(parts + 1)]
     return [samples[start:end] for start, end in itertools.pairwise(borders)]
@@ -241,7 +242,8 @@ def split_samples(samples: Sequence[Sample], parts: int) -> list[Sequence[Sample
 def _nan_unless_finite(total: Tensor, finite: Tensor) -> Tensor:
     """``total``, or NaN if it or a prediction is not finite.
 
-    With NaN, all gradients of this process are NaN, and after averaging, those of every process. So all agree to skip the step.
+    With NaN, all gradients of this process are NaN and, after averaging, those of every process. Therefore all processes skip the
+    step.
     """
     return total * torch.where(finite.all() & total.detach().isfinite(), 1.0, torch.nan)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Callbacks of a training run: called when it starts, after steps and evaluations, and when it ends; the same in both runners.
+"""Callbacks of a training run: both runners call them when a run starts, after steps and evaluations, and when it ends.
 
 This package has early stopping (``SOLVER.EARLY_STOPPING``), and the callbacks ``wandb`` (Weights & Biases) and ``mlflow``, which
 send a run's numbers to a server. Each of the two needs the extra of the same name, and reads server and key from the environment
@@ -46,7 +46,7 @@ class TrainingRun:
         max_iter: number of iterations in the whole run.
         best: the best evaluation so far, and the number of evaluations since then.
         evaluated: the model that evaluations measure: the moving average of the weights if there is one.
-        reason: reason why a callback wants the run to end; empty: the run continues.
+        reason: reason why a callback wants the run to end; empty if the run continues.
     """
 
     cfg: CfgNode
@@ -72,12 +72,12 @@ class TrainingRun:
 
 
 class Callback:
-    """Methods that a run calls in its first process; a callback overrides those that it needs.
+    """Methods that a run calls in its first process. A callback overrides those that it needs.
 
     A callback must not change weights or optimiser, because other processes would not see the change. An exception in ``on_start``
-    ends the run before its first step. After any later exception, the run continues without that callback and logs a warning: a
-    server that is down must not end a training. Its ``on_end`` is still called, so that it can close what it has opened; errors of
-    that call are not reported. A :class:`cpvt_det.common.errors.RunStoppedError` always ends the run.
+    ends the run before its first step. After any later exception, the run continues without that callback and logs a warning,
+    because a server that is down must not end a training. Its ``on_end`` is still called, so that it can close what it has opened;
+    errors of that call are not reported. A :class:`cpvt_det.common.errors.RunStoppedError` always ends the run.
     """
 
     def on_start(self, run: TrainingRun) -> None:
@@ -89,15 +89,15 @@ class Callback:
         Args:
             run: the run.
             iteration: iteration of the last step.
-            scalars: means since the last call of all losses, all metrics and ``grad_norm``, NaN if all steps were skipped; the
+            scalars: means of all losses, all metrics and ``grad_norm`` since the last call, NaN if all steps were skipped; the
                 number of ``skipped`` steps; ``lr``; and times.
         """
 
     def on_evaluation(self, run: TrainingRun, iteration: int, results: Results) -> None:
-        """Called after an evaluation; ``results`` are its figures, as in ``results.json``, with NaN for an undefined one."""
+        """Called after an evaluation; ``results`` are its figures, as in ``results.json``, with NaN for undefined ones."""
 
     def on_end(self, run: TrainingRun, error: BaseException | None) -> None:
-        """Called when the run has ended and its files are written, or with the error or the interruption that ended it."""
+        """Called when the run has ended and its files are written; ``error`` is the error or interruption that ended it, if any."""
 
 
 def build_callbacks(cfg: CfgNode, tests: Sequence[Any], more: Sequence[Callback] = ()) -> list[Callback]:
@@ -128,7 +128,8 @@ def build_callbacks(cfg: CfgNode, tests: Sequence[Any], more: Sequence[Callback]
 
 
 class RunCallbacks:
-    """The callbacks of one run, as a context that lasts from before its first step to its end. Every process calls its methods.
+    """The callbacks of one run, as a context that lasts from before the first step to the end of the run. Every process calls its
+    methods.
 
     Args:
         callbacks: callbacks, called in this order.
@@ -161,7 +162,7 @@ class RunCallbacks:
         self._end(error)
 
     def ends_before(self, iteration: int) -> bool:
-        """Whether a callback ends the run before this iteration; a new run takes at least one step, so that it can be evaluated."""
+        """Whether a callback ends the run before this iteration. A new run takes at least one step, so that it can be evaluated."""
         return self.is_over and iteration > 0
 
     def step(self, iteration: int, scalars: dict[str, float]) -> None:
@@ -186,7 +187,7 @@ class RunCallbacks:
             ) from error
 
     def _end(self, error: BaseException | None) -> None:
-        """Call ``on_end`` of all callbacks that were started, failed ones too: they may have something to close."""
+        """Call ``on_end`` of all callbacks that were started, including failed ones, because they may have something to close."""
         for callback in self._failed:
             with contextlib.suppress(Exception):
                 callback.on_end(self.run, error)
@@ -209,15 +210,15 @@ class RunCallbacks:
                 )
 
     def _agree(self, iteration: int) -> None:
-        """Take over the first process's decision to stop, and log once why the run ends."""
+        """Adopt the first process's decision to stop, and log once why the run ends."""
         before, self.is_over = self.is_over, bool(distributed.all_reduce_max(int(bool(self.run.reason))))
         if self.run.reason and not before:
             logger.info("Early stop after iteration %d: %s", iteration, self.run.reason)
 
 
 class EarlyStopping(Callback):
-    """Ends a run after ``patience`` evaluations in a row without a new best. The count is kept in the run's checkpoints, so a
-    resumed run continues it.
+    """A callback that ends a run after ``patience`` evaluations in a row without a new best. The run's checkpoints store the count,
+    so a resumed run continues it.
     """
 
     def __init__(self, patience: int):
@@ -245,7 +246,7 @@ def build_early_stopping(cfg: CfgNode, tests: Sequence[Any]) -> list[Callback]:
         ConfigError: a negative number, or a run without evaluations before its end.
     """
     patience, test = cfg.SOLVER.EARLY_STOPPING, cfg.TEST
-    by_epochs = cfg.SOLVER.EPOCHS > 0 and test.EVAL_EPOCHS > 0  # else EVAL_EPOCHS is not used
+    by_epochs = cfg.SOLVER.EPOCHS > 0 and test.EVAL_EPOCHS > 0  # otherwise EVAL_EPOCHS is not used
     if patience < 0:
         raise ConfigError(f"SOLVER.EARLY_STOPPING must be at least 0 (0 for no early stopping), got {patience}")
     if patience and not tests:
@@ -268,7 +269,7 @@ def _require(package: str) -> ModuleType:
 
 @CALLBACK_REGISTRY.register_as("wandb")
 class Wandb(Callback):
-    """Sends config, scalars and figures to Weights & Biases; a resumed run continues the same run there.
+    """A callback that sends config, scalars and figures to Weights & Biases; a resumed run continues the same run there.
 
     Args:
         project: project of the run.
@@ -295,7 +296,7 @@ class Wandb(Callback):
 
 @CALLBACK_REGISTRY.register_as("mlflow")
 class Mlflow(Callback):
-    """Sends config, scalars, figures and pictures to MLflow; a resumed run continues the same run there.
+    """A callback that sends config, scalars, figures and pictures to MLflow; a resumed run continues the same run there.
 
     Args:
         experiment: experiment of the run.
@@ -310,14 +311,14 @@ class Mlflow(Callback):
         self.run, (experiment, name, uri), tag = "", self.options, "cpvt_det.run_id"
         if uri is not None:
             self.mlflow.set_tracking_uri(uri)
-        self.client = self.mlflow.MlflowClient()  # leaves an active run of this process alone
+        self.client = self.mlflow.MlflowClient()  # does not touch an active run of this process
         known = self.client.get_experiment_by_name(experiment)
         place = known.experiment_id if known else self.client.create_experiment(experiment)
         found = self.client.search_runs([place], f"tags.`{tag}` = '{run.run_id}'")
         tags = self.mlflow.tracking.context.registry.resolve_tags({tag: run.run_id})
         self.run = (found[0] if found else self.client.create_run(place, tags=tags, run_name=name)).info.run_id
         self.client.update_run(self.run, status="RUNNING")
-        if not found:  # MLflow's parameters cannot change, but those of a resumed run may
+        if not found:  # MLflow's parameters cannot change, but a resumed run's config may
             config = [self.mlflow.entities.Param(key, str(value)) for key, value in flat_items(run.cfg)]
             self.client.log_batch(self.run, params=config)
 
@@ -334,6 +335,6 @@ class Mlflow(Callback):
             return
         try:
             for path in (run.output / name for name in SENT_FILES if (run.output / name).exists()):
-                self.client.log_artifact(self.run, str(path))  # a folder too
+                self.client.log_artifact(self.run, str(path))  # the path may be a folder
         finally:
             self.client.set_terminated(self.run, "FAILED" if error else "FINISHED")

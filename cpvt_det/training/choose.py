@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose a config from data, machine and time, by the rule of ``training/recipe.py`` with measured step times."""
+"""Choose a config from data, machine and time, with the rule of ``training/recipe.py`` and measured step times."""
 
 import importlib.util
 import statistics
@@ -53,7 +53,7 @@ OF_ANOTHER = (
     f"pip ({PIP}). {COSTS}"
 )
 WARM_UP, STEPS = 3, 8
-"""Number of steps before the clock starts, in which kernels are compiled, and number of measured steps."""
+"""Number of steps before the clock starts, while kernels are compiled, and number of measured steps."""
 SECONDS = 20.0
 """Measuring ends with the first step that finishes after this time."""
 
@@ -78,13 +78,13 @@ def choose_settings(
     """Choose the settings of a run.
 
     Args:
-        chosen: choices that are already settled: data sets, ``OUTPUT_DIR``, seed.
-        overrides: the user's KEY VALUE words, which replace chosen values.
+        chosen: choices that are already settled, namely data sets, ``OUTPUT_DIR`` and seed.
+        overrides: KEY VALUE words of the user, which replace chosen values.
         datasets: the training set and the validation set.
         machine: facts of the machine.
         budget: length of the run in seconds, from its first step to its last evaluation.
         tell: function that is called with a line of text after each measurement.
-        start: trained detector to start from; ``None``: a new one.
+        start: trained detector to start from; ``None`` for a new one.
 
     Returns:
         All keys that the run needs, in the order in which they should be read.
@@ -156,7 +156,7 @@ def _refuse_early(typed: CfgNode, keys: Sequence[str], datasets: Sequence[CocoDa
 
 
 def _typed_epochs(typed: CfgNode, keys: Sequence[str], epochs_per_step: float) -> float | None:
-    """The length that the user typed, in epochs, or in iterations if epochs are 0 or not typed; ``None``: it is chosen."""
+    """The typed length in epochs, computed from iterations if epochs are 0 or not typed; ``None`` if the length must be chosen."""
     if "SOLVER.EPOCHS" in keys and typed.SOLVER.EPOCHS > 0:
         return typed.SOLVER.EPOCHS
     return typed.SOLVER.MAX_ITER * epochs_per_step if {"SOLVER.EPOCHS", "SOLVER.MAX_ITER"} & set(keys) else None
@@ -172,11 +172,12 @@ def _as_typed(plan: Plan, typed: CfgNode, keys: Sequence[str]) -> Plan:
 
 
 def measure(cfg: CfgNode, datasets: Sequence[CocoDataset], processes: int = 1) -> Pace:
-    """Measure the time of training steps with their loading, and of the evaluation of images; everything built for it is discarded.
+    """Measure the time of training steps with their loading, and of the evaluation of images, and discard everything built for
+    this.
 
-    On a CPU, steps are timed with all threads that torch uses, then half of them, and so on down to one, as long as they get
-    faster. Threads wait for each other, above all if another program keeps a core busy. If ``SOLVER.THREADS`` is set, only that
-    number is timed.
+    On a CPU, steps are timed with all threads that torch uses, then with half of them, and so on down to one, as long as they get
+    faster. Fewer threads can be faster because threads wait for each other, above all if another program keeps a core busy. If
+    ``SOLVER.THREADS`` is set, only that number is timed.
 
     Args:
         cfg: config of the run, changed in place.
@@ -224,7 +225,7 @@ def _try_threads(most: int, least: int, time_step: Callable[[], float]) -> dict[
 
 
 def _step_pace(step: Callable[[Any, int], Any], loader: Iterator[Any], device: torch.device) -> float:
-    """The median time in seconds of some steps with their loading, after some steps that are not measured."""
+    """The median time in seconds of a few steps with their loading, after a few steps that are not measured."""
     for iteration in range(WARM_UP):
         step(next(loader), iteration)
     _finish(device)
@@ -252,7 +253,7 @@ def _finish(device: torch.device) -> None:
 
 
 def _as_it_starts(machine: MachineFacts, backbone: CfgNode, keys: Sequence[str]) -> tuple[MachineFacts, str]:
-    """The facts of the machine, completed by the weights from which the run starts, and a note if there are none.
+    """The facts of the machine, completed with the weights that the run starts from, and a note if it has no such weights.
 
     Args:
         machine: facts of the machine.
@@ -271,8 +272,8 @@ def _as_it_starts(machine: MachineFacts, backbone: CfgNode, keys: Sequence[str])
 def _for_backbone(backbone: CfgNode, keys: Sequence[str], machine: MachineFacts, choices: Sequence[Choice]) -> list[Choice]:
     """The choices for the backbone that the user typed, if any.
 
-    Our choice of weights stays if it also fits that network. With the user's own weights, norm and frozen stages stay as in the
-    config. From random weights, everything is trained, and timm's networks get batch norms.
+    The chosen weights stay if packages also have weights for that network. With the user's own weights, norm and frozen stages stay
+    as in the config. From random weights, everything is trained, and timm's networks get batch norms.
     """
     if _is_ours(backbone, keys, machine):
         return list(choices)
@@ -284,12 +285,12 @@ def _for_backbone(backbone: CfgNode, keys: Sequence[str], machine: MachineFacts,
 
 
 def _is_ours(backbone: CfgNode, keys: Sequence[str], machine: MachineFacts) -> bool:
-    """Whether the choices for our backbone hold: the user typed none, or another one with pretrained weights in a package."""
+    """Whether the choices for the default backbone hold: the user typed none, or one with pretrained weights in a package."""
     return "MODEL.BACKBONE.NAME" not in keys or (backbone.NAME.removeprefix("timm/") in PACKAGES and machine.pretrained)
 
 
 def config_of(choices: Sequence[Choice], overrides: Sequence[str] = ()) -> CfgNode:
-    """The config made from the defaults, then choices, then KEY VALUE words.
+    """The config made from the defaults, the choices and the KEY VALUE words, where later ones replace earlier ones.
 
     Raises:
         ConfigError: words that are not pairs, unknown keys, or values of the wrong type.
@@ -301,7 +302,7 @@ def config_of(choices: Sequence[Choice], overrides: Sequence[str] = ()) -> CfgNo
 
 
 def _with_overrides(choices: Sequence[Choice], overrides: Sequence[str]) -> list[Choice]:
-    """The choices, with typed values replacing chosen ones; typed keys that are not among them come at the end."""
+    """The choices, where typed values replace chosen ones. Typed keys that are not among the choices come at the end."""
     typed = {key: Choice(key, value, TYPED) for key, value in _typed_values(config_of(choices, overrides), overrides[::2])}
     return [typed.pop(choice.key, choice) for choice in choices] + list(typed.values())
 

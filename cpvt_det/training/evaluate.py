@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluate a model on its test sets, with figures and files as results; also at several test sizes, in one table."""
+"""Evaluate a model on its test sets, and write figures and files; also at several test sizes, with one table."""
 
 import contextlib
 import logging
@@ -65,7 +65,7 @@ def measure(task: Task, detector: nn.Module, datasets: Sequence[Any], output: Pa
         RunStoppedError: weights that are not finite.
     """
     broken = not_finite(detector.state_dict())
-    if broken:  # it may not show in any score, but the figures would be meaningless
+    if broken:  # no score may show this, but the figures would be meaningless
         raise RunStoppedError(f"the weights are not finite ({broken}) and are not evaluated")
     distributed.share_buffers(detector)
     results: Results = {}
@@ -86,7 +86,7 @@ def measure(task: Task, detector: nn.Module, datasets: Sequence[Any], output: Pa
 
 @contextlib.contextmanager
 def chosen_threshold(cfg: CfgNode, thresholds: Thresholds | None) -> Iterator[None]:
-    """Set ``TEST.PICTURE_THRESHOLD`` within the block, unless the config gives one, to that of the best F1 or else 0.5; log it.
+    """Set ``TEST.PICTURE_THRESHOLD`` within the block and log it: the config's if given, else that of the best F1, else 0.5.
 
     Predictions of a classifier need no threshold.
     """
@@ -106,7 +106,7 @@ def chosen_threshold(cfg: CfgNode, thresholds: Thresholds | None) -> Iterator[No
 def _evaluate_one(
     task: Task, detector: nn.Module, dataset: Any, folder: Path, with_thresholds: bool
 ) -> tuple[Results, Thresholds | None]:
-    """The figures of one test set, and its thresholds if requested; the first process has the results of all processes."""
+    """The figures of one test set, and its thresholds if requested. The first process gathers the results of all processes."""
     evaluator, loader = task.build_evaluator(dataset), task.build_test_loader(dataset)
     is_first, total = distributed.rank() == 0, len(loader.dataset)
     bar = tqdm(total=total, desc="evaluating", unit="img", leave=False, disable=not is_first, mininterval=1.0, file=sys.stderr)
@@ -129,8 +129,8 @@ def _evaluate_one(
 
 
 def draw_run(output: Path) -> None:
-    """Draw the curves of a run, in the first process. If its figures are missing because somebody removed ``metrics.json``, the run
-    still finishes."""
+    """Draw the curves of a run, in the first process. If ``metrics.json`` was removed, there are none, but the run still
+    finishes."""
     if distributed.rank() != 0:
         return
     try:
@@ -140,7 +140,7 @@ def draw_run(output: Path) -> None:
 
 
 def evaluate_sizes(task: Task, detector: nn.Module, datasets: Sequence[Any], sizes: Sequence[int], output: Path) -> Results:
-    """Evaluate at every size; write ``sizes/<size>/`` as :func:`evaluate` does, and a table of all sizes.
+    """Evaluate at every size. Write the files of :func:`evaluate` to ``sizes/<size>/``, and a table of all sizes.
 
     Args:
         task: the run's task; its config is restored afterwards.
@@ -153,7 +153,7 @@ def evaluate_sizes(task: Task, detector: nn.Module, datasets: Sequence[Any], siz
         Figures by size, with the size as text; NaN at a size that the model cannot process.
 
     Raises:
-        ConfigError: a task whose test size cannot be set, or a size below that of a patch; raised before the first evaluation.
+        ConfigError: a task whose test size cannot be set, or a size smaller than a patch; raised before the first evaluation.
     """
     before, results, why = task.cfg.INPUT.clone(), {}, []
     for size in sizes:

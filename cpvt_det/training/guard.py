@@ -24,11 +24,11 @@ from cpvt_det.training.launchers import is_of_torchrun
 logger = logging.getLogger("cpvt_det")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SAME = 0.5  # seconds; a second signal within this time is ignored: one Ctrl-C is sent by the terminal and by the launcher
-SAME_BY_TORCHRUN = 15.0  # the same under torchrun, which repeats a signal that a scheduler sent to all, and kills after 30
+SAME_BY_TORCHRUN = 15.0  # the same under torchrun, which repeats a signal that a scheduler sent to all, and kills after 30 s
 
 
 class RunGuard:
-    """Saves the progress of a run. Every process must call its methods after the same steps.
+    """A guard that saves the progress of a run. Every process must call its methods after the same steps.
 
     If an error leaves its ``with`` block, process 0 saves the last completed step, at which all processes have the same weights.
 
@@ -63,7 +63,7 @@ class RunGuard:
             self._signals.__exit__(kind, error, *more)
 
     def after_step(self, iteration: int) -> None:
-        """Save if a checkpoint is due, but only after a good step, so that the last checkpoint is always good.
+        """Save if a checkpoint is due, but only after a good step, so that the last checkpoint is always usable.
 
         Raises:
             RunStoppedError: too many bad steps in a row, or a checkpoint that cannot be written.
@@ -98,9 +98,9 @@ class RunGuard:
             self._leave(signum)
 
     def batches(self, loader: Iterable[list[Sample]]) -> Iterator[list[Sample]]:
-        """The batches of a loader; while it waits for a batch, a single process obeys a signal immediately.
+        """The batches of a loader. While a single process waits for a batch, it obeys a signal immediately.
 
-        With several processes, another one may be waiting for this one's part of a step, so they obey a signal after the step.
+        With several processes, another process may be waiting for this one's part of a step, so signals are obeyed after the step.
 
         Raises:
             InterruptedRun: a received signal; the last step is saved.
@@ -119,7 +119,7 @@ class RunGuard:
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Within this block a signal is obeyed immediately; if a signal or an error ends the block, the last step is saved.
+        """Within this block, obey a signal immediately. If a signal or an error ends the block, save the last step.
 
         Raises:
             InterruptedRun: a received signal.
@@ -150,7 +150,7 @@ class RunGuard:
         return f"the last checkpoint, of iteration {self._saved}, is good: {look}, or --resume with a lower SOLVER.BASE_LR"
 
     def _save_after_error(self) -> None:
-        """Save the last step after an error, which still ends the run."""
+        """Save the last step after an error; the error still ends the run."""
         try:
             if self._save_unsaved():
                 logger.warning("Iteration %d is saved; --resume continues after it", self._saved)
@@ -182,9 +182,9 @@ class Stopped(BaseException):
 
 
 class StopSignals:
-    """Within its ``with`` block, the first signal is recorded; a second one ends the process and its data workers immediately.
+    """A ``with`` block in which the first signal is recorded and a second one ends the process and its data workers immediately.
 
-    Threads other than the main one cannot have handlers; there, signals act as before.
+    Threads other than the main one cannot have signal handlers; in those, signals act as before.
     """
 
     def __init__(self) -> None:
@@ -203,12 +203,12 @@ class StopSignals:
             signal.signal(signum, handler)
 
     def received(self) -> int:
-        """The signal that any process of the run received, 0 for none; every process has to call this after the same step."""
+        """The signal that any process of the run received, or 0 for none. Every process must call this after the same step."""
         return distributed.all_reduce_max(self._signum)
 
     @contextlib.contextmanager
     def at_once(self) -> Iterator[None]:
-        """Within this block the first signal raises :class:`Stopped` immediately; a signal received earlier raises it too."""
+        """Within this block, the first signal raises :class:`Stopped` immediately; a signal received earlier raises it on entry."""
         self._at_once = True
         try:
             if self._signum:

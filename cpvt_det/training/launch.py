@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs with one or several processes, started by ``torchrun`` or another launcher, or on this machine by ``--num-gpus N``."""
+"""Start runs with one or several processes by ``torchrun`` or another launcher, or on this machine by ``--num-gpus N``."""
 
 import contextlib
 import logging
@@ -22,15 +22,15 @@ OF_GLOO = ("gloo/transport", "pair closure")
 
 
 def launch(main: Callable[..., Any], num_gpus: int | None, *args: Any) -> Any:
-    """Call ``main(*args)`` in every process of the run; there, :func:`process_group` joins them.
+    """Call ``main(*args)`` in every process of the run, where :func:`process_group` joins them.
 
-    Under ``torchrun``, or where another launcher started several and ``MASTER_ADDR`` and ``MASTER_PORT`` are set, this process is
-    one of them, and ``num_gpus`` is ignored. Otherwise it starts ``num_gpus`` processes.
+    Under ``torchrun``, or if another launcher started several processes and ``MASTER_ADDR`` and ``MASTER_PORT`` are set, this
+    process is one of them, and ``num_gpus`` is ignored. Otherwise it starts ``num_gpus`` processes.
 
     Args:
         main: function that new processes can import by name.
         num_gpus: number of GPUs and processes; ``None`` for one GPU if torch finds any; 0 for the CPU.
-        args: arguments of ``main``, which can be pickled.
+        args: arguments of ``main``, which must be picklable.
 
     Returns:
         The return value of ``main`` in the first process.
@@ -66,7 +66,7 @@ def launch(main: Callable[..., Any], num_gpus: int | None, *args: Any) -> Any:
 
 
 def require_gpus(num_gpus: int | None) -> None:
-    """Refuse a larger number of GPUs than torch finds.
+    """Refuse a number of GPUs that is larger than torch finds.
 
     Raises:
         ConfigError: more GPUs than torch finds.
@@ -109,7 +109,7 @@ def process_group(seconds: float) -> Iterator[None]:
         if has_gpus:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         yield
-        distributed.all_reduce_max(0)  # the first process may hold the store, and must not be the first to end
+        distributed.all_reduce_max(0)  # the first process may hold the store, so it must not end before the others
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and not any(word in str(error) for word in OF_GLOO):
             raise

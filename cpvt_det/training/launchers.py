@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who started this process: torchrun, another launcher that started several, or a user who started one.
+"""Detect who started this process: torchrun, another launcher that started several, or a user who started one.
 
-Without this check, a process that does not know that it is one of several would train alone, while the others do the same.
+Without this check, processes that do not know of each other would each train alone.
 """
 
 import os

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numbers of a run, written to ``metrics.json`` (JSON lines with detectron2's keys), TensorBoard, log and progress bar."""
+"""Writing the numbers of a run to ``metrics.json`` (JSON lines with detectron2's keys), TensorBoard, log and progress bar."""
 
 import contextlib
 import json
@@ -24,7 +24,8 @@ ON_THE_BAR = {"total_loss": "loss", "loss_class": "class", "loss_l1": "l1", "los
 
 
 class MetricsWriter:
-    """Collects scalars on the device and writes their means every ``period`` iterations, with one synchronisation per line.
+    """A writer that collects scalars on the device and writes their means every ``period`` iterations, with one synchronisation per
+    line.
 
     Args:
         output: folder of the run.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a run learns: evaluations compared with a constant prediction, the best checkpoint, warnings, and the next commands."""
+"""Checks whether a run learns: comparison with a constant prediction, the best checkpoint, warnings, and the next commands."""
 
 import logging
 import shlex
@@ -24,18 +24,18 @@ from cpvt_det.training.tasks.task import Results, Task, figure_of, flatten, requ
 
 logger = logging.getLogger("cpvt_det")
 FEW = {"random weights": 30_000, "a pretrained backbone": 1_000}
-"""Start of a run -> number of iterations below which its log calls them few for photographs (docs/small_data.md)."""
+"""Start of a run -> number of iterations below which the log calls the run short for photographs (docs/small_data.md)."""
 
 
 class RunEvaluations:
-    """The evaluations of a run, which compare figures with the task's baseline and keep the best checkpoint.
+    """The evaluations of a run: they compare figures with the task's baseline and store the best checkpoint.
 
     Args:
         cfg: config of the run.
         task: task of the run.
         records: images of the run's training sets, for the baseline.
         tests: test sets; the first one decides.
-        checkpointer: checkpointer of the run, whose node ``cpvt_det`` keeps the best evaluation and the thresholds.
+        checkpointer: checkpointer of the run; its node ``cpvt_det`` stores the best evaluation and the thresholds.
 
     Raises:
         ConfigError: a ``TEST.BEST_FIGURE`` that cannot be used.

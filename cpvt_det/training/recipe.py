@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rule by which ``cpvt-det train FOLDER`` chooses its settings: from data, machine and time, each with its reason.
+"""The rule by which ``cpvt-det train FOLDER`` chooses its settings: they follow from data, machine and time, and each has a reason.
 
-Pure arithmetic: nothing is read, built or measured here. ``training/choose.py`` supplies the facts and the measured steps.
+This file is pure arithmetic: it reads, builds and measures nothing. ``training/choose.py`` supplies the facts and the measured
+steps.
 """
 
 import math
@@ -18,26 +19,26 @@ from cpvt_det.data.records import ImageRecord
 CANVASES = (128, 160, 192, 224, 256, 320, 384, 448, 512, 640)
 """Short sides in pixels, at the test size."""
 SMALLEST_CANVAS = 224
-"""Smallest canvas for photographs, whatever the size of their objects, because the backbone was trained at it. Smaller images are
-not enlarged to it."""
+"""Smallest canvas for photographs, whatever the size of their objects; it is the size at which the backbone was trained. Smaller
+images are not enlarged to it."""
 LARGEST_CANVAS = {"cpu": 384, "cuda": 640}
 LOWER_QUARTER = 18
-"""Pixels on the canvas that the lower quartile of the objects' sides should have: more than two cells of the map of stride 8."""
+"""Target for the lower quartile of the objects' sides, in pixels on the canvas: more than two cells of the map of stride 8."""
 SMALL_OBJECT = 64
-"""Size in pixels. If one object in ten is smaller on the canvas, the map of stride 8 is needed; else two coarser maps are enough.
-Chosen on blood cells, 38 pixels, and raccoons, 104 pixels: docs/small_data.md."""
+"""Size in pixels. If one object in ten is smaller on the canvas, the map of stride 8 is needed; otherwise, two coarser maps are
+enough. Chosen on blood cells, 38 pixels, and raccoons, 104 pixels: docs/small_data.md."""
 FEWEST_STEPS = 5_000
 """Number of steps below which a smaller canvas is chosen: a DETR with a pretrained backbone learns little in fewer steps."""
 STEPS_TO_THAW = 2_000
-"""Number of steps below which the pretrained backbone is not trained at all: a transformer that is still random teaches it nothing,
-and its backward pass takes a fifth of the time."""
+"""Number of steps below which the pretrained backbone is not trained at all. A transformer that is still random teaches it nothing,
+and the backbone's backward pass takes a fifth of the time."""
 MANY_STEPS = 3 * FEWEST_STEPS
 """Number of steps from which the batch is doubled; from twice this number, the model also gets a second encoder layer."""
 MOST_EPOCHS = 50
-"""Longest run in epochs, unless that is fewer than ``FEWEST_STEPS``, because AP falls in longer runs. If there is time for more,
-colours are varied. Chosen on blood cells: docs/small_data.md."""
+"""Longest run in epochs, unless that is fewer than ``FEWEST_STEPS`` steps, because AP falls in longer runs. If there is time for
+more epochs, colours are varied. Chosen on blood cells: docs/small_data.md."""
 MOST_QUERIES = 600
-"""Largest number of queries at twice the number of objects; beyond it, there are a tenth more queries than objects."""
+"""Largest number of queries at which there are twice as many as objects; beyond it, there are a tenth more queries than objects."""
 MOST_PAIRS = 100
 """Pairs of denoising queries per image, as in DINO; no denoising if an image has more objects."""
 DETECTIONS = 100
@@ -48,7 +49,7 @@ EVALUATIONS = 5
 EVALUATION_SHARE = 0.1
 """Largest share of the budget for evaluations before the last one."""
 SPARE = 0.95
-"""Share of the budget that is planned; canvases of other shapes, and other programs, take some extra time."""
+"""Share of the budget that is planned; the rest is for canvases of other shapes and for other programs on the machine."""
 SHARE_TO_EVALUATE = 0.5
 """Share of the budget above which the last evaluation alone leaves too little time for training."""
 
@@ -62,7 +63,7 @@ class DataFacts:
         most_objects: largest number of objects in an image.
         sides: 10th and 25th percentile of the objects' sides (square root of the area), as shares of the images' short sides.
         short_side: median of the images' short sides in pixels.
-        elongation: 95th percentile of long by short side.
+        elongation: 95th percentile of the long side divided by the short side.
     """
 
     images: int
@@ -81,8 +82,8 @@ class MachineFacts:
         device: cpu or cuda.
         cores: processor cores that this process may use.
         processes: number of processes of the run, one for each GPU.
-        pretrained: whether the backbone starts from pretrained weights: those of EfficientNet-Lite0, if they are installed, or
-            those that the user typed.
+        pretrained: whether the backbone starts from pretrained weights, either those of EfficientNet-Lite0, if they are installed,
+            or those that the user typed.
     """
 
     device: str
@@ -97,7 +98,7 @@ class Pace(NamedTuple):
     Attributes:
         step: seconds of a training step with its loading, with the chosen number of threads.
         image: seconds of the evaluation of one image.
-        threads: number of threads -> seconds of a step, for each number tried; empty if the number is settled, and on a GPU.
+        threads: number of threads -> seconds of a step, for each number tried; empty on a GPU, or if the number is settled.
     """
 
     step: float
@@ -106,7 +107,7 @@ class Pace(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """A key of the config, its value and the reason for it; the reason is empty for a fixed part of the recipe."""
+    """A key of the config, its value and the reason for the value, which is empty for a fixed part of the recipe."""
 
     key: str
     value: Any
@@ -115,12 +116,12 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Decisions made before the length of the run; see :func:`first_plan` and :func:`next_plan`.
+    """Decisions made before the length of the run is known; see :func:`first_plan` and :func:`next_plan`.
 
     Attributes:
         many_epochs: whether there is time for more than ``MOST_EPOCHS``.
-        typed_canvas, typed_batch: whether the user typed the value, which then does not change.
-        least_canvas: smallest canvas; larger images are not shrunk further.
+        typed_canvas, typed_batch: whether the user typed the value; a typed value does not change.
+        least_canvas: smallest canvas; images are not shrunk below it.
         tunes: whether a trained detector is fine-tuned.
     """
 
@@ -150,7 +151,7 @@ def describe_data(train: Sequence[ImageRecord], val: Sequence[ImageRecord]) -> D
 
 
 def first_plan(data: DataFacts, machine: MachineFacts, least_canvas: int = SMALLEST_CANVAS) -> Plan:
-    """The canvas and the batch that suit the data, whatever the time; the canvas has a minimum unless images are smaller."""
+    """The canvas and the batch that suit the data, regardless of the time. The canvas has a minimum unless images are smaller."""
     needed = LOWER_QUARTER / max(data.sides[1], 1e-6)
     wanted = max(least_canvas, needed)
     largest = max(CANVASES[0], min(LARGEST_CANVAS[machine.device], data.short_side))
@@ -173,7 +174,7 @@ def first_plan(data: DataFacts, machine: MachineFacts, least_canvas: int = SMALL
 
 
 def next_plan(plan: Plan, steps: float, data: DataFacts, epochs: float | None = None) -> Plan:
-    """The plan after steps were measured: a smaller canvas if there are few steps, or more work per step if there are many.
+    """The plan after steps were measured, with a smaller canvas if there are few steps, or more work per step if there are many.
 
     Args:
         plan: the measured plan.
@@ -182,7 +183,7 @@ def next_plan(plan: Plan, steps: float, data: DataFacts, epochs: float | None = 
         epochs: length that is already settled.
 
     Returns:
-        The same plan if it is right, else another one, to be measured again.
+        The same plan if it fits the time, otherwise a new one, which must be measured again.
     """
     if not plan.typed_canvas and steps < FEWEST_STEPS and plan.canvas > plan.least_canvas:
         affordable = plan.canvas * math.sqrt(steps / FEWEST_STEPS)  # time is proportional to the number of pixels
@@ -235,7 +236,7 @@ def model_choices(plan: Plan, data: DataFacts, machine: MachineFacts) -> list[Ch
 
 
 def has_small_objects(plan: Plan, data: DataFacts) -> bool:
-    """Whether one object in ten is so small on the canvas that the map of stride 8 is needed."""
+    """Whether at least one object in ten is so small on the canvas that the map of stride 8 is needed."""
     return plan.canvas * data.sides[0] < SMALL_OBJECT
 
 
@@ -274,7 +275,7 @@ def threads_choices(pace: Pace) -> list[Choice]:
 
 
 def num_queries(data: DataFacts) -> int:
-    """The number of queries that suits the data: twice the objects, or if those are many, a tenth more."""
+    """The number of queries that suits the data: twice the number of objects or, if there are many objects, a tenth more."""
     twice = min(MOST_QUERIES, max(50, 10 * math.ceil(data.most_objects / 5)))
     return max(twice, math.ceil(11 * data.most_objects / 10))
 
@@ -287,7 +288,7 @@ def query_choices(data: DataFacts, number: int) -> list[Choice]:
 
 
 def input_choices(plan: Plan, data: DataFacts) -> list[Choice]:
-    """The sizes of images; those of training lie around the test size."""
+    """The sizes of images; training sizes lie around the test size."""
     sizes = [8 * round(plan.canvas * factor / 8) for factor in (0.875, 0.9375, 1.0, 1.0625, 1.125)]
     longest = 32 * math.ceil(plan.canvas * min(data.elongation, 2.0) / 32)
     why = f"there is time for more than {MOST_EPOCHS} epochs, in which AP falls without it"
@@ -302,7 +303,7 @@ def input_choices(plan: Plan, data: DataFacts) -> list[Choice]:
 
 
 def step_choices(plan: Plan, rate: float, backbone_rate: float, why: str) -> list[Choice]:
-    """The choices for steps: batch, learning rates and their schedule."""
+    """The choices for the training steps: batch, learning rates and their schedule."""
     return [
         Choice("SOLVER.IMS_PER_BATCH", plan.batch, plan.why_batch),
         Choice("SOLVER.BASE_LR", rate, why),
@@ -346,7 +347,7 @@ def length_choices(plan: Plan, data: DataFacts, pace: Pace, budget: float, epoch
 
 
 def average_decay(steps: float) -> float:
-    """Decay of the moving average in a run of so many steps: it averages over about a thirtieth of them."""
+    """Decay of the moving average in a run of that many steps; it averages over about a thirtieth of them."""
     return min(0.9998, max(0.9, 1 - 30 / steps))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Preparations before the first iteration of a run: folder, log, seed."""
+"""Preparations for the first iteration of a run: folder, log, seed."""
 
 import contextlib
 import logging
@@ -28,11 +28,11 @@ from cpvt_det.common.files import atomic_file, fcntl
 
 logger = logging.getLogger("cpvt_det")
 LOCK = ".lock"
-"""File in ``OUTPUT_DIR`` that the run there has locked."""
+"""File in ``OUTPUT_DIR`` that a run locks while it uses the folder."""
 AGENTS = ".agents"
 """File in ``OUTPUT_DIR`` with the id of the last run started there, and the identities of the torchruns that started it."""
 RELEASE = 30.0
-"""Seconds that one of several processes waits for the folder: the process that it replaces may still be saving elsewhere."""
+"""Seconds that one of several processes waits for the folder, because the process it replaces may still be saving elsewhere."""
 METRICS_LOGGER = "cpvt_det.metrics"
 """Logger whose lines go only to the file; on the screen, the progress bar shows the same numbers."""
 
@@ -41,8 +41,8 @@ METRICS_LOGGER = "cpvt_det.metrics"
 def only_run_in(cfg: CfgNode) -> Iterator[None]:
     """Reserve ``OUTPUT_DIR`` for this run within the block.
 
-    The lock is on the file ``LOCK`` in it and belongs to this process: forked data workers do not inherit it, and it is released
-    when the process ends for any reason.
+    The lock is on the file ``LOCK`` in that folder and belongs to this process. Forked data workers do not inherit it, and it is
+    released when the process ends for any reason.
 
     Raises:
         ConfigError: a folder that another run is using, or that cannot be created or written to.
@@ -70,9 +70,9 @@ def only_run_in(cfg: CfgNode) -> Iterator[None]:
 
 
 def is_in_use(output: Path) -> bool:
-    """Whether another process has reserved this ``OUTPUT_DIR`` now; False where the system has no locks.
+    """Whether another process has currently reserved this ``OUTPUT_DIR``; ``False`` on systems without file locks.
 
-    Do not call it within :func:`only_run_in`: closing the file would release this process's own lock.
+    Do not call this within :func:`only_run_in`: closing the file would release this process's own lock.
 
     Raises:
         ConfigError: a folder that cannot be written to.
@@ -126,7 +126,8 @@ def set_threads(cfg: CfgNode) -> None:
 
 
 def write_config(cfg: CfgNode, replace: bool = True) -> None:
-    """Write ``config.yaml``, once nothing can refuse the config any more; until then, the file of an earlier run stays.
+    """Write ``config.yaml``. Called only once nothing can refuse the config any more, so that the file of an earlier run stays
+    until then.
 
     Args:
         cfg: config of the run.
@@ -195,7 +196,7 @@ def _kept_run_id(output: Path, agents: list[str]) -> str:
 
 def _agent() -> str:
     """The identity of the torchrun that started this process, and of its machine; empty without torchrun."""
-    # .../RUN_RANDOM/attempt_N/RANK/error.json: the first of these folders is made by each torchrun, once
+    # .../RUN_RANDOM/attempt_N/RANK/error.json: each torchrun makes the first of these folders, once
     attempt = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parents
     return f"{socket.gethostname()}:{attempt[2]}" if len(attempt) > 3 else ""
 

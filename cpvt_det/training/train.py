@@ -31,10 +31,10 @@ logger = logging.getLogger("cpvt_det")
 
 
 class Engine:
-    """The steps that differ in detectron2's runner, as the built-in runner takes them."""
+    """The steps that detectron2's runner overrides, in the form of the built-in runner."""
 
     def prepare(self, cfg: CfgNode) -> None:
-        """Change the config before it is read, in a folder that this run has reserved."""
+        """Change the config before it is read; this run has already reserved its folder."""
 
     def start(self, output: Path) -> None:
         """Called once the log of ``OUTPUT_DIR`` is open."""
@@ -53,7 +53,7 @@ class Engine:
         Args:
             take_step: function that takes the step of an iteration and does the work due after it; it returns the scalars of the
                 log line, if any.
-            calls: callbacks of the run, which give its first and last iteration and may end it.
+            calls: callbacks of the run; they have its first and last iteration, and may end it.
         """
         for iteration in range(calls.run.start, calls.run.max_iter):
             if calls.ends_before(iteration):
@@ -75,11 +75,12 @@ def run(
     Args:
         cfg: the run's config; ``MODEL.NUM_CLASSES`` is filled in from the data.
         resume: whether to continue from the last checkpoint in ``OUTPUT_DIR``, if there is one.
-        eval_only: whether to evaluate only, ``MODEL.WEIGHTS`` or with ``resume`` the last checkpoint.
-        allow_partial: whether to evaluate even if the weights fit only a part of the model; the rest of the model is random.
-        sizes: test sizes in pixels to evaluate at, one after the other; empty: the config's test size.
+        eval_only: whether to evaluate without training; the weights are ``MODEL.WEIGHTS`` or, with ``resume``, the last checkpoint.
+        allow_partial: whether to evaluate even if the weights fit only a part of the model, so that the rest of the model is
+            random.
+        sizes: test sizes in pixels to evaluate at, one after the other; empty for the config's test size.
         callbacks: callbacks in addition to those that ``CALLBACKS`` names.
-        engine: runner; ``None``: the built-in one.
+        engine: runner; ``None`` for the built-in one.
 
     Returns:
         The results of the last evaluation.
@@ -119,7 +120,7 @@ def evaluate_only(cfg: CfgNode, engine: Engine, resume: bool, allow_partial: boo
 
 
 def train(cfg: CfgNode, engine: Engine, resume: bool, callbacks: Sequence[Callback]) -> Results:
-    """Train; arguments and result as in :func:`run`. Long, so that a run can be read from top to bottom."""
+    """Train; arguments and result as in :func:`run`. The function is long so that a run can be read from top to bottom."""
     task = build_task(cfg)
     datasets, tests = task.load_splits()
     records = task.training_records(datasets)
@@ -158,7 +159,7 @@ def train(cfg: CfgNode, engine: Engine, resume: bool, callbacks: Sequence[Callba
         with (
             MetricsWriter(output, start, length.max_iter, cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.LOG_PERIOD) as writer,
             RunGuard(cfg, checkpointer, step, start, length.max_iter) as guard,
-            dead_workers_named(loader.dataset),  # before the guard saves, so that no late news of it comes in between
+            dead_workers_named(loader.dataset),  # exits before the guard saves, so no late report comes in between
         ):
             batches = writer.timed(guard.batches(loader))
 
@@ -200,7 +201,7 @@ def train(cfg: CfgNode, engine: Engine, resume: bool, callbacks: Sequence[Callba
 
 
 def require_rest(cfg: CfgNode, start: int, length: TrainingSchedule) -> None:
-    """Refuse to resume a run with more iterations than the config asks for; a run with exactly as many is evaluated again.
+    """Refuse to resume a run with more iterations than the config asks for. A run with exactly as many is evaluated again.
 
     Args:
         cfg: config of the run.
@@ -221,6 +222,6 @@ def require_rest(cfg: CfgNode, start: int, length: TrainingSchedule) -> None:
 
 
 def is_due(iteration: int, length: TrainingSchedule) -> bool:
-    """Whether an evaluation follows this iteration: every ``eval_period``, and at the end."""
+    """Whether an evaluation follows this iteration, which happens every ``eval_period`` iterations and at the end."""
     done = iteration + 1
     return done == length.max_iter or (length.eval_period > 0 and done % length.eval_period == 0)

@@ -2,8 +2,8 @@
 """``cpvt-det train FOLDER --start``: the detector to start from, and the rule by which it is fine-tuned.
 
 Architecture and losses are those of the start. If it is one of our detectors, a run takes as many of its queries as images need,
-and its learning rates, by the root of the batch: a run of minutes learns more at them than at a seventh of them (docs/train.md). Of
-other projects, the learning rates are those of their authors for fine-tuning.
+and its learning rates, scaled by the square root of the batch: a run of minutes learns more at these rates than at a seventh of
+them (docs/train.md). For detectors of other projects, the learning rates are those that their authors use for fine-tuning.
 """
 
 import importlib.util
@@ -27,11 +27,11 @@ from cpvt_det.training.recipe import Choice, DataFacts, MachineFacts, Plan
 
 BASE_LR, BACKBONE_LR, NEW_HEAD = 1e-4, 1e-5, 10.0
 LEAST_CANVAS = 384
-"""Smallest short side in pixels for weights with a test size of 800 pixels; weights with a smaller test size are used at theirs."""
+"""Smallest short side in pixels for weights with a test size of 800 pixels; for weights with a smaller test size, that size."""
 FROZEN = {"cpu": 3, "cuda": 2}
-"""Device -> the last frozen stage of the backbone if there are enough steps to train the others."""
+"""Device -> the last frozen stage of the backbone if there are enough steps to train the later stages."""
 BEST = {"cuda": "dino_r50"}
-"""Device -> the detector that ``--start auto`` takes. A CPU takes the starter: a step of any public one takes seconds there."""
+"""Device -> the detector that ``--start auto`` takes. On a CPU it is the starter: a step of any public one takes seconds."""
 OWN = (
     "MODEL.WEIGHTS",
     "MODEL.WEIGHTS_SHA256",
@@ -53,11 +53,11 @@ class TrainedStart:
     Attributes:
         word: name, path or repository, as typed.
         sha256: hash of its file.
-        cfg: config that it was trained with.
+        cfg: config that the detector was trained with.
         class_names: names of its classes; empty if they are unknown.
-        is_ours: whether it was trained with this package, so that its config has its learning rates.
+        is_ours: whether the detector was trained with this package, so that its config contains its learning rates.
         state_names: names of its tensors.
-        by_default: whether nobody asked for it by name, so that data which it does not suit are trained on without it.
+        by_default: whether nobody asked for the detector by name, so that a run on data which it does not suit starts without it.
     """
 
     word: str
@@ -69,7 +69,7 @@ class TrainedStart:
     by_default: bool = False
 
     def unsuited(self, plan: Plan, data: DataFacts) -> str:
-        """Why a new detector should be trained instead, if nobody asked for this one; else empty."""
+        """The reason to train a new detector instead, if nobody asked for this one; otherwise empty."""
         if self.by_default and data.most_objects > self.cfg.MODEL.DETR.NUM_OBJECT_QUERIES:
             return f"{self.word} has too few queries for {counted(data.most_objects, 'object')} in an image: --start none"
         if self.by_default and self.word == STARTER and not recipe.has_small_objects(plan, data):
@@ -78,17 +78,17 @@ class TrainedStart:
 
     @property
     def least_canvas(self) -> int:
-        """Smallest short side in pixels at which it is used."""
+        """Smallest short side in pixels at which the detector is used."""
         return min(LEAST_CANVAS, self.cfg.INPUT.MIN_SIZE_TEST)
 
 
 def choose_start(word: str | None, device: str, keys: Sequence[str], tell: Callable[[str], None]) -> TrainedStart | None:
-    """The start of a run: the typed one, or else the best one for the device that is on this machine.
+    """The start of a run: the typed one, otherwise the best one for the device among those on this machine.
 
     Args:
         word: value of ``--start``: public weights, a file, a folder, a repository, ``auto`` or ``none``; ``None``: not given.
         device: cpu or cuda.
-        keys: keys that the user typed; with one of MODEL, only a typed start is taken.
+        keys: keys that the user typed; if one of them belongs to MODEL, only a typed start is used.
         tell: function that is called with a line that names the start and the reason.
 
     Raises:
@@ -114,7 +114,7 @@ def open_start(word: str, tell: Callable[[str], None]) -> TrainedStart:
     """Read a detector to start from.
 
     Raises:
-        WeightsError: weights that cannot be fetched or read, or whose config is not known.
+        WeightsError: weights that cannot be fetched or read, or whose config is unknown.
         ConfigError: a model that is not a detector.
     """
     weights, start = read_weights(word), find_start(word)
@@ -150,10 +150,10 @@ def tuning_choices(
         plan: decisions on canvas, batch and frozen stages.
         data, machine: facts about data and machine.
         names: classes of the data.
-        typed: keys that the user typed -> their values.
+        typed: values that the user typed, by key.
 
     Raises:
-        ConfigError: a number of queries that the start does not have, or fewer queries than an image has objects.
+        ConfigError: a number of queries that the start cannot have, or fewer queries than an image has objects.
     """
     queries, is_ranked = start.cfg.MODEL.DETR.NUM_OBJECT_QUERIES, start.cfg.MODEL.QUERIES.NAME == "mixed"
     fewer = min(queries, recipe.num_queries(data)) if start.is_ours and is_ranked else queries

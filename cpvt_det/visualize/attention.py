@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MARKER = "#00e5ff"
-LARGEST_POINT = 140.0  # area in square points of a sample that has all the weight of its head
+LARGEST_POINT = 140.0  # area, in square points, of a sample that has the whole weight of its head
 
 
 def draw_attention(record: ForwardRecord, tokens: Sequence[AttendedQuery], output: Path) -> list[Path]:
-    """Draw ``encoder.png`` for tokens and ``decoder.png`` for detections by layer, and the last layer of each by head.
+    """Draw ``encoder.png`` for tokens and ``decoder.png`` for detections by layer, and for each of them the last layer by head.
 
     Args:
         record: record of one image's forward pass.
@@ -56,7 +56,7 @@ def _draw(
     title: str,
     path: Path,
 ) -> Path:
-    """Attended queries in rows; columns are triples of name, layer and head, ``None`` for all heads."""
+    """Draw queries in rows. Columns are triples of name, layer and head, where ``None`` means all heads."""
     height, width = record.original_size
     side = max(2.4, min(4.0, 8 / len(columns)))  # inches, the long side of a panel
     panel = (side * min(1, width / height), side * min(1, height / width) + 0.35)
@@ -82,7 +82,7 @@ def _draw(
 
 
 def look(record: ForwardRecord, part: str, layer: int, chosen: list[int]) -> Tensor | tuple[Samples, Tensor]:
-    """Attention weights or sampling points of tokens or queries in one layer.
+    """The attention weights or sampling points of tokens or queries in one layer.
 
     Args:
         record: record of one image's forward pass.
@@ -91,7 +91,8 @@ def look(record: ForwardRecord, part: str, layer: int, chosen: list[int]) -> Ten
         chosen: indices of Q' tokens or queries.
 
     Returns:
-        For dense attention, weights (1, M, Q', N) float; else samples and their reference points (1, Q', L, 2 or 4). On the CPU.
+        For dense attention, weights (1, M, Q', N) float; otherwise samples and their reference points (1, Q', L, 2 or 4). All are
+        on the CPU.
     """
     attention, inputs = record.layers[part][layer], record.inputs[part, layer]
     with torch.no_grad():
@@ -103,7 +104,7 @@ def look(record: ForwardRecord, part: str, layer: int, chosen: list[int]) -> Ten
 
 
 def _paint_weights(axes: "Axes", record: ForwardRecord, weights: Tensor, row: int, head: int | None) -> str:
-    """Draw a heat map of cells with above-even attention; return a note with the peak, in multiples of even attention."""
+    """Draw a heat map of cells with more than even attention, and return a note with the peak in multiples of even attention."""
     heat, (right, bottom) = heat_map(record, weights[0, :, row].mean(0) if head is None else weights[0, head, row])
     peak = heat.max()
     share = ((heat - 1) / max(peak - 1, 1e-6)).clip(0, 1)
@@ -115,15 +116,15 @@ def _paint_weights(axes: "Axes", record: ForwardRecord, weights: Tensor, row: in
 
 
 def heat_map(record: ForwardRecord, weights: Tensor) -> tuple[np.ndarray, Point]:
-    """Attention by cell, without the padding.
+    """The attention by cell, without the padding.
 
     Args:
         record: record of one image's forward pass.
         weights: (N,) float, the weights of one token or query; they sum to 1.
 
     Returns:
-        (rows, columns) float32 array in multiples of even attention; and the (x, y) of its lower right corner in pixels of the
-        original image, which may lie beyond it.
+        An array (rows, columns) float32 in multiples of even attention, and the (x, y) of its lower right corner in pixels of the
+        original image. The corner may lie outside that image.
     """
     stride, (x, y) = record.strides[0], record.scale
     # Padded cells have no weight, and lie beyond the image.
@@ -133,7 +134,7 @@ def heat_map(record: ForwardRecord, weights: Tensor) -> tuple[np.ndarray, Point]
 
 
 def _paint_samples(axes: "Axes", record: ForwardRecord, seen: tuple[Samples, Tensor], row: int, head: int | None) -> str:
-    """Draw the reference and a dot per sample, coloured by level and sized by weight; return a note with shares by level."""
+    """Draw the reference and a dot per sample, coloured by level and sized by weight, and return a note with shares by level."""
     samples, references = seen
     heads = slice(None) if head is None else slice(head, head + 1)
     locations, weights = samples.locations[0, row, heads], samples.weights[0, row, heads]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class AttentionByPosition:
-    """Attention of one encoder layer, the mean over images and heads.
+    """The attention of one encoder layer, averaged over images and heads.
 
     Attributes:
         layer: index of the layer.
@@ -39,7 +39,7 @@ class AttentionByPosition:
         return tuple(self.weights.shape[:2])
 
     def by_offset(self) -> Tensor:
-        """(2 H - 1, 2 W - 1) float: for each offset from query to key, the mean over all pairs; offset 0 is in the middle."""
+        """(2 H - 1, 2 W - 1) float, the mean over all pairs for each offset from query to key; offset 0 is in the middle."""
         height, width = self.shape
         total, count = torch.zeros(2, 2 * height - 1, 2 * width - 1).unbind(0)
         for y in range(height):
@@ -50,7 +50,7 @@ class AttentionByPosition:
         return total / count
 
     def pairs(self) -> Tensor:
-        """(H W, H W) float: attention by query and key, in multiples of even attention."""
+        """(H W, H W) float, the attention by query and key, in multiples of even attention."""
         return self._flat() * math.prod(self.shape)
 
     def on_itself(self) -> float:
@@ -86,7 +86,7 @@ def average_attention(detector: nn.Module, images: Sequence[Tensor], layer: int)
     Args:
         detector: a DETR in evaluation mode; not changed.
         images: (3, h, w) uint8 each, all of one size.
-        layer: index of the layer; an index beyond the last layer means the last layer.
+        layer: index of the layer; a higher index than the last layer's means the last layer.
     """
     layers = attention_layers(detector)["encoder"]
     layer = min(layer, len(layers) - 1)
@@ -100,7 +100,7 @@ def mean_attention(
     """Average the attention of one layer of a model.
 
     Args:
-        model: a model of images in evaluation mode; not changed.
+        model: image model in evaluation mode; not changed.
         images: (3, h, w) uint8 each, all of one size.
         layer: index of the layer.
         attention: the attention module of that layer.
@@ -139,7 +139,7 @@ def draw_attention_by_position(
 
 
 def draw_found(found: Sequence[tuple[str, AttentionByPosition]], title: str, path: Path) -> None:
-    """Draw attention side by side: above, every pair of query and key; below, the mean by their offset.
+    """Draw attention side by side, with every pair of query and key above, and the mean by their offset below.
 
     Args:
         found: names and attention, at least one.
@@ -153,7 +153,7 @@ def draw_found(found: Sequence[tuple[str, AttentionByPosition]], title: str, pat
         low, high = common_range(pairs)
         _with_scale(figure, square, square.imshow(pairs.numpy(), vmin=low, vmax=high, cmap="viridis", interpolation="antialiased"))
         height, width = attention.shape
-        y, x = height // 2, width // 2  # far offsets have few pairs
+        y, x = height // 2, width // 2  # large offsets have few pairs
         near = attention.by_offset()[height - 1 - y : height + y, width - 1 - x : width + x] * height * width
         extent = (-x - 0.5, x + 0.5, y + 0.5, -y - 0.5)
         _with_scale(figure, offset, offset.imshow(near.numpy(), extent=extent, cmap="viridis"))
@@ -165,8 +165,8 @@ def draw_found(found: Sequence[tuple[str, AttentionByPosition]], title: str, pat
 
 
 def common_range(values: Tensor) -> tuple[float, float]:
-    """The range of all but a few values, which would darken the rest."""
-    some = values.flatten()[:: 1 + values.numel() // 10**6]  # torch limits the number of values that it takes quantiles of
+    """The range of all but a few extreme values, which would darken the rest."""
+    some = values.flatten()[:: 1 + values.numel() // 10**6]  # torch computes quantiles of a limited number of values
     return tuple(torch.quantile(some, torch.tensor([0.001, 0.999])).tolist())
 
 

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The costs of a detector: parameters, multiply-adds and activations by part; time and memory of an inference.
+"""The costs of a detector: parameters, multiply-adds and activations by part, and time and memory of an inference.
 
-Operations are counted as torch runs them, by the formulas of ``torch.utils.flop_counter``, and added to the innermost part
-whose module is running. So the count does not depend on which kernel of a processor computes a product. Operations with a
-separate kernel per device are counted from their shapes: deformable sampling, and attention, whose CPU kernel has no formula in
-torch 2.9 and 2.14.
+Operations are counted as torch runs them, by the formulas of ``torch.utils.flop_counter``, and added to the innermost part whose
+module is running. Therefore the count does not depend on the kernel that computes a product. Operations with a separate kernel per
+device are counted from their shapes: deformable sampling, and attention, whose CPU kernel has no formula in torch 2.9 and 2.14.
 """
 
 import contextlib
@@ -37,17 +36,17 @@ PARTS = {
     "queries": ("query_embed", "queries"),
     "heads": ("class_embed", "distilled_embed", "bbox_embed"),
 }
-"""Part -> names of modules and parameters; where they are nested, the longest name decides."""
+"""Part -> names of modules and parameters. If names are nested, the longest one decides."""
 REST = "rest"
 SAMPLE_COST = 5
 """Multiply-adds per channel of a sample: bilinear interpolation and the weighted sum (arXiv 2010.04159, appendix A.1)."""
-MIN_SECONDS = 1.0  # shortest measuring time
+MIN_SECONDS = 1.0  # shortest time to measure
 MIN_CALLS = 3
 
 
 @dataclass
 class Costs:
-    """Costs of every part, by its name; 0 for a part without costs.
+    """Costs of every part, by its name. They are 0 for a part without costs.
 
     Attributes:
         parameters: number of parameters, frozen ones included.
@@ -113,7 +112,7 @@ def part_of(name: str, parts: Mapping[str, Sequence[str]]) -> str:
 
 
 class _Products(TorchDispatchMode):
-    """Counts convolutions and matrix products as they run."""
+    """A mode that counts convolutions and matrix products as they run."""
 
     def __init__(self, book: Callable[[int, int], None]):
         super().__init__()
@@ -130,7 +129,7 @@ class _Products(TorchDispatchMode):
 
 
 class _Attention(TorchFunctionMode):
-    """Counts attention from the shapes, whichever kernel runs it and whatever operations that kernel consists of."""
+    """A mode that counts attention from its shapes, regardless of the kernel that runs it and the operations inside that kernel."""
 
     def __init__(self, products: _Products):
         super().__init__()
@@ -181,7 +180,7 @@ def _sampling_counted(detector: nn.Module, book: Callable[[int, int], None]) -> 
 
 
 def measure(detector: nn.Module, images: Tensor, padding_mask: Tensor) -> tuple[float, int]:
-    """Time and memory of one inference, after a first one to warm up.
+    """Time and memory of one inference, measured after a warm-up.
 
     Args:
         detector: a detector in evaluation mode.
@@ -189,7 +188,7 @@ def measure(detector: nn.Module, images: Tensor, padding_mask: Tensor) -> tuple[
         padding_mask: (B, H, W) bool, True = padded.
 
     Returns:
-        The median time in seconds; and the peak memory in bytes, of the GPU or of the process, less the memory in use before.
+        The median time in seconds, and the peak memory of the GPU or the process in bytes, minus the memory in use before.
     """
 
     @torch.no_grad()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Curves from the ``metrics.json`` of runs: those of one run, or several runs side by side in one picture and one table."""
+"""Curves from the ``metrics.json`` of runs: one run alone, or several runs side by side in one picture and one table."""
 
 import json
 import logging
@@ -66,9 +66,9 @@ def curves_figure(records: Records) -> "Figure":
 def read_metrics(metrics_json: str | os.PathLike[str]) -> Records:
     """Read a metrics file in detectron2's format, from a run that may have been stopped and resumed.
 
-    Where the iteration number goes back, the run was resumed: earlier lines from that iteration on are dropped. Lines of the same
-    iteration are merged; the later value wins. Incomplete lines, which a killed run leaves, are skipped with a warning. Bare NaN
-    and Infinity are accepted; they and ``null`` are read as NaN.
+    If the iteration number goes back, the run was resumed, and earlier lines from that iteration on are dropped. Lines of the same
+    iteration are merged, and the later value wins. Incomplete lines, which a killed run leaves, are skipped with a warning. Bare
+    NaN and Infinity are accepted; they and ``null`` are read as NaN.
 
     Returns:
         The numbers in the file, by rising iteration.
@@ -124,13 +124,13 @@ def _parse_line(line: str) -> dict[str, float] | None:
 
 
 def _draw_lines(axes: "Axes", title: str, records: Records, keys: Iterable[str], marker: str | None = None) -> None:
-    """One line per key that has a finite value; the title counts values that are not finite; an empty panel gets a note."""
+    """Draw a line per key that has a finite value. The title counts values that are not finite, and an empty panel gets a note."""
     lost = 0
     for key in keys:
         points = [(iteration, record[key]) for iteration, record in records.items() if key in record]
         lost += sum(math.isnan(value) for _, value in points)
         if any(math.isfinite(value) for _, value in points):
-            # a single point makes no line
+            # a single point does not make a line
             axes.plot(*zip(*points, strict=True), label=key, marker=marker or ("." if len(points) == 1 else None))
     axes.set_title(title + (f" ({lost} not finite)" if lost else ""))
     if axes.lines:
@@ -170,9 +170,9 @@ def read_runs(paths: Sequence[str | os.PathLike[str]]) -> dict[str, Records]:
 
 
 def comparison_figure(runs: dict[str, Records]) -> "Figure":
-    """Draw total loss (faint: as logged; strong: smoothed over a fiftieth of the run) and main figure over the iterations.
+    """Draw total loss (faint as logged, strong if smoothed over a fiftieth of the run) and main figure over the iterations.
 
-    One colour per run.
+    Each run has its own colour.
     """
     figure, main = new_figure(13, 5), _main_figures(next(iter(runs.values())))[0]
     losses, precision = figure.subplots(1, 2)
@@ -192,7 +192,7 @@ def comparison_figure(runs: dict[str, Records]) -> "Figure":
 
 
 def comparison_table(runs: dict[str, Records]) -> str:
-    """A row per run: its last loss, its best main figure (AP) with the iteration, and its last two main figures (AP and AP50)."""
+    """A table with a row per run: last loss, best main figure (AP) with its iteration, and last two main figures (AP and AP50)."""
     main, second = (name.rpartition("/")[2] for name in _main_figures(next(iter(runs.values()))))
     headers = ("run", "iterations", "last loss", f"best {main}", "at iteration", f"last {main}", f"last {second}")
     rows = [[name, *_figures_of(records)] for name, records in runs.items()]
@@ -203,7 +203,7 @@ def _figures_of(records: Records) -> list[str]:
     key, second = _main_figures(records)
     iterations, precision = _series(records, key)
     known = [(value, -iteration) for iteration, value in zip(iterations, precision, strict=True) if math.isfinite(value)]
-    best, when = max(known, default=(math.nan, 0))  # the first of equal ones
+    best, when = max(known, default=(math.nan, 0))  # the first of equal figures
     last = [[math.nan, *_series(records, name)[1]][-1] for name in ("total_loss", key, second)]
     return [
         str(max(records) + 1),

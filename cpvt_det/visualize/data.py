@@ -62,7 +62,7 @@ def draw_batches(
 def draw_denoising(
     batches: Iterable[list[Sample]], detector: nn.Module, denoising: ContrastiveDenoising, classes: Classes, count: int, path: Path
 ) -> int:
-    """Draw objects next to their noised copies: those that should find their object again, and those that should find none.
+    """Draw objects next to their noised copies: copies that should find their object again, and copies that should find none.
 
     Args:
         batches: batches of training samples.
@@ -104,7 +104,7 @@ def _save(panels: list[Tensor], path: Path, columns: int = COLUMNS) -> None:
 
 
 def _as_seen(detector: nn.Module, images: Tensor, padding_mask: Tensor) -> Tensor:
-    """(B, 3, H, W) normalised images -> uint8 pixels, with stripes for the padding."""
+    """Turn (B, 3, H, W) normalised images into uint8 pixels, with stripes on the padding."""
     pixels = (images * detector.pixel_std + detector.pixel_mean).round().clamp(0, 255).byte().cpu()
     rows, columns = (torch.arange(side) for side in images.shape[2:])
     stripes = torch.where((rows[:, None] + columns) // STRIPE % 2 == 0, 235, 205).byte()

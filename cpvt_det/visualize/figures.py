@@ -21,7 +21,7 @@ MARGIN = 0.06  # white border around an image, as a share of its sides, for poin
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """An empty figure, with its sides given in inches of 100 pixels. It is made without pyplot, which keeps global state.
+    """An empty figure with sides in inches of 100 pixels. It is made without pyplot, because pyplot keeps global state.
 
     Raises:
         BadInputError: matplotlib is not installed.
@@ -34,7 +34,7 @@ def new_figure(width: float, height: float) -> "Figure":
 
 
 def save_figure(figure: "Figure", path: str | os.PathLike[str]) -> None:
-    """Write a figure; the path's suffix chooses the format, and missing folders are created.
+    """Write a figure. The path's suffix chooses the format, and missing folders are created.
 
     Raises:
         BadInputError: a suffix that is not a known format, or a path that cannot be written.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text in pictures, in any script: DejaVu Sans, which comes with matplotlib, and system fonts for characters that it lacks."""
+"""Text in pictures, in any script: in DejaVu Sans, which comes with matplotlib, or in system fonts for characters it lacks."""
 
 import functools
 import itertools
@@ -16,7 +16,7 @@ LAST_RESORT = "Last"
 """Start of the family names of fonts that have only a placeholder for every character, such as "Last Resort"."""
 UPRIGHT = ("Regular", "Book", "Normal", "Roman", "Medium")
 _missing: set[str] = set()
-"""Characters found so far that no font has; a warning was given at the first one."""
+"""Characters found so far that no font has; the first one caused a warning."""
 
 
 class Face(NamedTuple):
@@ -32,7 +32,7 @@ class Face(NamedTuple):
 
 
 class Text:
-    """A line of text, with each character in a font that has it.
+    """A line of text in which each character has a font that contains it.
 
     Args:
         text: text of one line.
@@ -116,7 +116,7 @@ def _fallbacks(characters: str) -> dict[str, Face]:
 
 
 def _covered_by_system(characters: set[str]) -> dict[Face, set[str]]:
-    """Fonts of the system, upright ones first, each with those of the characters that it has."""
+    """System fonts, upright ones first, each with the given characters that it contains."""
     from matplotlib.font_manager import findSystemFonts
     from matplotlib.ft2font import FT2Font
 

@@ -17,13 +17,13 @@ from cpvt_det.visualize.pictures import class_color
 
 FOLDER = Path(__file__).parent / "pages"
 LONGEST_SIDE = 960  # pixels of an embedded image
-SMALLEST_SIDE = 64  # pixels: an image is not made smaller than this to fit its budget
+SMALLEST_SIDE = 64  # pixels; an image is not made smaller than this to fit its budget
 QUALITY = 78  # of JPEG
 DATA = '<script type="application/json" id="data"></script>'
 
 
 def build_page(name: str, data: Any) -> str:
-    """A page with its style and scripts written into it.
+    """Build a page that contains its style and scripts.
 
     Args:
         name: file name of the page in ``visualize/pages``; the page links style and scripts in the same folder by file name.
@@ -38,13 +38,14 @@ def build_page(name: str, data: Any) -> str:
     page = (FOLDER / name).read_text(encoding="utf-8")
     page = re.sub(r'<link rel="stylesheet" href="(\S+?)">', lambda link: f"<style>\n{_read(link[1])}</style>", page)
     page = re.sub(r'<script src="(\S+?)"></script>', lambda link: f"<script>\n{_read(link[1])}</script>", page)
-    # Without any "<", neither a tag nor a comment in a name can end the script.
+    # Without any "<", no tag or comment in a name can end the script.
     content = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     return page.replace(DATA, DATA.replace("></", f">{content}</"))
 
 
 def embed_image(image: Tensor, budget: float = math.inf) -> str:
-    """A data URI of an image as JPEG, with a long side of at most 960 pixels, and scaled down further until it fits.
+    """A data URI of an image as JPEG, with a long side of at most 960 pixels; the image is scaled down further until it fits the
+    budget.
 
     Args:
         image: (3, H, W) uint8, RGB.

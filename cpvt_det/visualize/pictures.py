@@ -20,7 +20,7 @@ from torch import Tensor
 from cpvt_det.common.structures import Detections, Size
 from cpvt_det.visualize.fonts import Text, load_font
 
-MIN_SIDE = 384  # pixels: images with a smaller short side are enlarged, so that labels fit in them
+MIN_SIDE = 384  # pixels; images with a smaller short side are enlarged, so that labels fit into them
 MAX_SIDE = 2048  # pixels: limit of the long side of an enlarged image
 FEW = 3  # number of detections that are drawn if none passes the threshold
 GAP = 8  # white pixels between pictures
@@ -32,7 +32,7 @@ Corners = tuple[int, int, int, int]
 
 
 class Compared(NamedTuple):
-    """An image to draw next to its ground truth; arguments of :func:`draw_comparison`."""
+    """An image to draw next to its ground truth; the fields are arguments of :func:`draw_comparison`."""
 
     image: Tensor
     truth: Detections | None
@@ -47,7 +47,7 @@ def class_color(label: int) -> Color:
 
 
 def draw_panel(image: Tensor, objects: Detections, class_names: Sequence[str], title: str) -> Tensor:
-    """One image with the names of its objects, under a title; enlarged as in :func:`draw_comparison`.
+    """Draw an image with the names of its objects, under a title; it is enlarged as in :func:`draw_comparison`.
 
     Args:
         image: (3, H, W) uint8, RGB.
@@ -72,9 +72,9 @@ def draw_comparison(
     score_threshold: float,
     height: int | None = None,
 ) -> Tensor:
-    """One image twice, side by side: with its detections, and with its ground truth.
+    """Draw an image twice, side by side: once with its detections and once with its ground truth.
 
-    If no detection passes the threshold, the best three are drawn and the title says so. The exception is a ground truth without
+    If no detection passes the threshold, the best three are drawn and the title mentions this. The exception is an image without
     objects, for which no detection is right.
 
     Args:
@@ -117,7 +117,7 @@ def draw_objects(
     height: int | None = None,
     notes: Sequence[str] | None = None,
 ) -> Image.Image:
-    """An image with labelled boxes.
+    """Draw an image with labelled boxes.
 
     Args:
         image: (3, H, W) uint8, RGB; enlarged as by :func:`draw_comparison`.
@@ -185,7 +185,7 @@ def save_comparisons(
 
 
 def sheet_rows(sizes: Sequence[Size]) -> list[tuple[int, int]]:
-    """Lay out comparisons in rows of the same width, without space at the sides.
+    """Lay out comparisons in rows of equal width, without space at the sides.
 
     Args:
         sizes: (h, w) of each image; a comparison is twice as wide.
@@ -229,7 +229,7 @@ def _draw_panel(
 
 
 def _pixels(low: float, high: float, scale: float, side: int) -> tuple[int, int]:
-    """First and last pixel of an interval in an enlarged image of ``side`` pixels, inside the image and at least one pixel long."""
+    """First and last pixel of an interval in an enlarged image of ``side`` pixels; it is inside the image and not empty."""
     first = min(max(math.floor(low * scale), 0), side - 1)
     return first, min(max(math.ceil(high * scale) - 1, first), side - 1)
 
@@ -242,7 +242,7 @@ def _corners(box_xyxy: list[float], scale: float, size: tuple[int, int]) -> Corn
 def _draw_label(
     draw: ImageDraw.ImageDraw, text: Text, box: Corners, color: Color, size: tuple[int, int], taken: list[Corners]
 ) -> None:
-    """Write a label on the box's colour, at a corner of the box where it covers no other label, if there is one."""
+    """Write a label on the box's colour, if possible at a corner of the box where it covers no other label."""
     left, top, right, bottom = text.box
     width, height = right - left + 6, bottom - top + 6
     candidates = []
@@ -271,7 +271,7 @@ def _with_title(picture: Image.Image, title: str) -> Image.Image:
 
 
 def _arrange(pictures: Sequence[Image.Image], columns: int) -> Image.Image:
-    """Pictures row by row on white; a column is as wide as its widest picture, and a row as high as its highest."""
+    """Arrange pictures row by row on white; a column is as wide as its widest picture, and a row as high as its highest."""
     columns = min(columns, len(pictures))
     widths = [max(picture.width for picture in pictures[start::columns]) for start in range(columns)]
     rows = [pictures[start : start + columns] for start in range(0, len(pictures), columns)]

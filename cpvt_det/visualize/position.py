@@ -41,8 +41,8 @@ class Added:
     """The maps that a position encoding adds at one place.
 
     Attributes:
-        layer: index of the encoder layer before this place, -1 for before the first; ``None``: added to queries and keys of every
-            layer.
+        layer: index of the encoder layer before this place; -1 for the place before the first layer, and ``None`` for maps that are
+            added to queries and keys of every layer.
         maps: (B, C, H_l, W_l) float per level.
     """
 
@@ -84,7 +84,7 @@ def record_added(position: PositionEncoding) -> Iterator[list[Added]]:
         return out
 
     with position.register_forward_hook(note_additive):
-        position.inject = inject  # only on this object, whose method the encoder calls
+        position.inject = inject  # only on this object, because the encoder calls its method
         try:
             yield added
         finally:
@@ -92,11 +92,11 @@ def record_added(position: PositionEncoding) -> Iterator[list[Added]]:
 
 
 def images_of_size(source: str, output: Path, size: Size) -> list[Tensor]:
-    """Images stretched to a size.
+    """Read or draw images, stretched to a size.
 
     Args:
         source: file, folder or glob; the first 16 images by name are read. If it is empty, four images are drawn.
-        output: folder below which no images are read.
+        output: output folder; no images below it are read.
         size: (h, w) of the result.
 
     Returns:
@@ -133,7 +133,7 @@ def added_by(detector: nn.Module, images: Sequence[Tensor], beside: Tensor | Non
 
 
 def draw_added(models: Sequence[NamedDetector], images: Sequence[Tensor], path: Path) -> Path:
-    """Draw what encodings add to the finest level: a row for images alone, and a row for the same images padded.
+    """Draw the maps that encodings add to the finest level, in a row for images alone and a row for the same images with padding.
 
     Args:
         models: detectors to compare.
@@ -168,7 +168,7 @@ def draw_added(models: Sequence[NamedDetector], images: Sequence[Tensor], path: 
 
 
 def _groups(maps: Tensor, mask: Tensor) -> dict[str, np.ndarray]:
-    """(1, C, H, W) -> channels of a group -> their mean, (H, W), NaN under the padding."""
+    """The mean (H, W) of each group of channels of (1, C, H, W) maps, by the group's channels; NaN under the padding."""
     padded = level_padding_mask(mask, mask.shape[1] // maps.shape[2])[0]
     count = min(GROUPS, maps.shape[1])
     borders = itertools.pairwise(round(number * maps.shape[1] / count) for number in range(count + 1))
@@ -210,7 +210,8 @@ def draw_kernels(models: Sequence[NamedDetector], path: Path) -> Path | None:
 
 
 def _place(name: str) -> str:
-    """``pegs.0.1`` in words. A third number is an index in a stack; a single number belongs to an encoding of queries and keys."""
+    """The place of a PEG, such as ``pegs.0.1``, in words. A third number is an index in a stack; a single number belongs to an
+    encoding of queries and keys."""
     _, *layer, level = name.split(".")[:3]
     stacked = "".join(f", number {place}" for place in name.split(".")[3:])
     where = {"": "to queries and keys", "before": "before the first layer"}.get("".join(layer), f"after layer {''.join(layer)}")
@@ -218,7 +219,7 @@ def _place(name: str) -> str:
 
 
 def _mosaic(kernels: Tensor) -> np.ndarray:
-    """(C, k, k) -> a nearly square mosaic, with one cell of NaN between kernels."""
+    """Arrange (C, k, k) kernels in a nearly square mosaic, with one cell of NaN between kernels."""
     count, side = len(kernels), kernels.shape[-1]
     columns = math.ceil(math.sqrt(count))
     rows = -(-count // columns)

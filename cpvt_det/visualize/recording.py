@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forward pass of an image, recorded by hooks, so that the layers contain no code for it.
+"""Record the forward pass of an image by hooks, so that the layers contain no code for this.
 
-A layer with a hook gets the whole batch. If it would otherwise leave padded tokens out, its results change by rounding only.
+A layer with a hook gets the whole batch. If it leaves padded tokens out without a hook, its results change by rounding only.
 Attention layers keep no attention weights, because fused kernels do not produce them. Here, the weights are computed from the
 layers' inputs.
 """
@@ -35,7 +35,8 @@ def record_inputs(modules: Mapping[str, nn.Module]) -> contextlib.AbstractContex
         modules: name -> module.
 
     Returns:
-        Context that gives a dict, name -> positional arguments of the module's last call; without an entry before its first call.
+        A context that returns a dict of the positional arguments of each module's last call, by name. A module has no entry before
+        its first call.
     """
     return _record(modules, lambda module, keep: module.register_forward_pre_hook(lambda _, args: keep(args)))
 
@@ -47,7 +48,7 @@ def record_outputs(modules: Mapping[str, nn.Module]) -> contextlib.AbstractConte
 
 @contextlib.contextmanager
 def _record(modules: Mapping[str, nn.Module], hook: Callable[..., Any]) -> Iterator[dict[str, Any]]:
-    """Record modules by ``hook(module, keep)``, which makes a module call ``keep`` with the values to record."""
+    """Record modules with ``hook(module, keep)``, which makes a module call ``keep`` with the values to record."""
     kept: dict[str, Any] = {}
     with contextlib.ExitStack() as hooks:
         for name, module in modules.items():
@@ -69,8 +70,8 @@ def attention_weights(
 
     Args:
         attention: the layer.
-        queries, keys, values, padding_mask, attention_mask, place: arguments of its call; values have no effect.
-        chosen: indices of the queries whose weights are wanted; ``None``: all queries.
+        queries, keys, values, padding_mask, attention_mask, place: arguments of the layer's call; values have no effect.
+        chosen: indices of the queries whose weights are computed; ``None`` for all queries.
 
     Returns:
         Weights (B, M, Q, N) float of the chosen queries; they sum to 1 over N.
@@ -145,7 +146,7 @@ class AttendedQuery:
 
 @dataclass
 class ForwardRecord:
-    """One image's forward pass.
+    """The record of one image's forward pass.
 
     Attributes:
         detector: the detector that was run.
@@ -172,12 +173,12 @@ class ForwardRecord:
 
     @property
     def strides(self) -> list[int]:
-        """The stride of each level: pixels of the resized image per token."""
+        """The stride of each level, in pixels of the resized image per token."""
         return self.detector.strides
 
     @property
     def scale(self) -> Point:
-        """(x, y): pixels of the original image per pixel of the resized one."""
+        """(x, y), the number of pixels of the original image per pixel of the resized image."""
         (height, width), (h, w) = self.original_size, self.image.shape[1:]
         return width / w, height / h
 

@@ -32,7 +32,7 @@ COLUMNS = 4
 NAMED = 2
 """Number of best classes in the title above a classifier's image."""
 COUNTED_CLASSES = 20
-"""Largest number of classes for which the counts are written into the cells of the confusion matrix."""
+"""Largest number of classes at which the cells of the confusion matrix show their counts."""
 
 
 def write_report(
@@ -70,7 +70,7 @@ def write_report(
 
 
 def precision_recall_figure(curves: Sequence[Curve], names: Sequence[str]) -> "Figure":
-    """Precision over recall, one panel per class; a dot marks the threshold of the highest F1."""
+    """Precision over recall, with one panel per class; a dot marks the threshold of the highest F1."""
     columns = min(len(curves), max(4, math.ceil(math.sqrt(len(curves)))))
     rows = math.ceil(len(curves) / columns)
     figure = new_figure(3 * columns, 3 * rows)
@@ -125,7 +125,7 @@ def _percent(share: float) -> str:
 
 
 def _draw_worst(dataset: CocoDataset, matches: Matches, worst: Sequence[int], folder: Path, threshold: float) -> list[str]:
-    """Draw one picture per image, with ground truth next to detections; return the file names relative to the folder."""
+    """Draw one picture per image, with ground truth next to detections, and return the file names relative to the folder."""
     for old in (folder / "worst").glob("*.png"):
         old.unlink()
     drawn = []
@@ -233,7 +233,7 @@ def _thresholds(classes: Sequence[dict[str, Any]]) -> str:
 
 
 def draw_answers(answers: Sequence[Mapping[str, Any]], count: int, path: Path) -> None:
-    """Draw images, spread over a test set, below their true class and the predicted classes.
+    """Draw images, spread over a test set, each under its true class and the predicted classes.
 
     Args:
         answers: result of :meth:`cpvt_det.evaluation.top_k.ClassEvaluator.answers`; at least one.

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``report.html``: the report of an evaluation as one page, whose figures and images follow a slider of the score threshold.
 
-In the browser, the page counts at any threshold as :mod:`cpvt_det.evaluation` counts at one. Scores are cut to thousandths, the
-steps of the slider, so that both counts agree. For a very large data set, steps are larger so that its counts fit into the page.
+In the browser, the page counts at any threshold in the same way as :mod:`cpvt_det.evaluation` does at one. Scores are cut to
+thousandths, the steps of the slider, so that both counts agree. For a very large data set, the steps are larger, so that its counts
+fit into the page.
 """
 
 import math
@@ -24,13 +25,13 @@ from cpvt_det.evaluation.thresholds import Curve, pooled_curve
 from cpvt_det.visualize.page import build_page, embed_image, hex_color
 
 STEPS = 1000
-"""Steps of the slider from score 0 to 1."""
+"""Number of steps of the slider from score 0 to 1."""
 MOST_IMAGES = 500
-"""Largest number of embedded images, those with the most mistakes. The figures count all images."""
+"""Largest number of embedded images, which are those with the most mistakes. The figures count all images."""
 MOST_BYTES = 19_000_000
 GRIDS = (1, 2, 5, 10, 20, 50, 100)
-"""Distances of the slider's positions in steps. The first one whose data leave half of the bytes to the images is used, else the
-last."""
+"""Distances of the slider's positions in steps. The first distance whose data leave half of the bytes to the images is used,
+otherwise the last one."""
 SMALL, LARGE = 32**2, 96**2  # pixels: COCO's limits of the area of a medium object
 
 Row = list[Any]
@@ -48,7 +49,7 @@ def write_report_page(
 
     Args:
         dataset: data set with the ground truth.
-        matches: its objects and detections.
+        matches: objects and detections of the data set.
         curves: the curve of each class.
         figures: result of :meth:`cpvt_det.evaluation.coco.CocoEvaluator.evaluate`.
         path: path of the file.
@@ -80,12 +81,12 @@ def write_report_page(
 
 
 def step_of(score: float) -> int:
-    """The highest step of the slider that a score passes; -1 for the score -1, which passes none."""
+    """The highest step of the slider that a score passes; -1 for the score -1, which passes no step."""
     return int(_steps_of(np.array(score)))
 
 
 def _steps_of(scores: np.ndarray) -> np.ndarray:
-    return np.maximum(-1, (STEPS * scores + 1e-6).astype(int))  # 0.29 is 289.99999999999994 thousandths
+    return np.maximum(-1, (STEPS * scores + 1e-6).astype(int))  # in floating point, 0.29 is 289.99999999999994 thousandths
 
 
 def _fitted(content: dict[str, Any]) -> dict[str, Any]:
@@ -100,7 +101,7 @@ def _fitted(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _on_grid(rows: Sequence[Row], grid: int) -> list[Row]:
-    """Rows that end with a step and a count, with steps lowered to multiples of the grid; a step of -1 stays below all others."""
+    """Rows that end with a step and a count, with steps lowered to multiples of the grid; a step of -1 stays the lowest."""
     counts: Counter = Counter()
     for *key, step, count in rows:
         counts[(*key, step // grid * grid)] += count
@@ -130,7 +131,7 @@ def _best_step(curve: Curve) -> int | None:
 
 
 def _counts(matches: Matches, num_classes: int) -> dict[str, list[Row]]:
-    """Counts over all images, by the highest step that a score passes, -1 for none.
+    """The counts over all images, by the highest step that a score passes, or -1 if it passes none.
 
     Returns:
         ``objects``: rows of class, size, step of the detection that finds the objects, and their number; ``false``: rows of class,
@@ -139,7 +140,7 @@ def _counts(matches: Matches, num_classes: int) -> dict[str, list[Row]]:
     """
     objects, steps = matches.objects, _steps_of(matches.scores)
     is_false, is_counted = matches.same_class == NOTHING, matches.any_class != IGNORED
-    true_classes = np.append(objects["label"], num_classes)[matches.any_class]  # NOTHING is the last one
+    true_classes = np.append(objects["label"], num_classes)[matches.any_class]  # NOTHING is the index of the last element
     columns = {
         "objects": (~objects["crowd"], objects["label"], _sizes(objects), _steps_of(matches.found_at)),
         "false": (is_false, matches.labels, steps),
@@ -153,8 +154,8 @@ def _counts(matches: Matches, num_classes: int) -> dict[str, list[Row]]:
 
 
 def _image(matches: Matches, index: int, record: ImageRecord) -> dict[str, Any]:
-    """An image without its pixels. Objects are [x, y, w, h, class, size, crowd, step of the detection that finds it]. Detections
-    are [x, y, w, h, class, step, index of the object of the same class, index of the object of any class].
+    """The data of an image without its pixels. Objects are [x, y, w, h, class, size, crowd, step of the detection that finds it].
+    Detections are [x, y, w, h, class, step, index of the object of the same class, index of the object of any class].
     """
     own, found = matches.of_image(index)
     objects = matches.objects[own]
@@ -171,7 +172,8 @@ def _image(matches: Matches, index: int, record: ImageRecord) -> dict[str, Any]:
 
 
 def _base_name(file_name: str) -> str:
-    """The last part of a path or an address, which says nothing about the machine; after "?" an address may contain a key."""
+    """The last part of a path or an address, which reveals nothing about the machine, without the part after "?" (it may be a
+    key)."""
     path = urlsplit(file_name).path if "://" in file_name else file_name
     return re.split(r"[\\/]", path)[-1]
 

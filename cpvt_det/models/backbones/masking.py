@@ -21,7 +21,7 @@ from cpvt_det.common.structures import level_padding_mask, padding_mask_of
 from cpvt_det.layers.norm import MaskedBatchNorm2d, MaskedGroupNorm
 
 TOLERANCE = 1e-9
-"""Largest difference between float64 maps, relative to their largest number, that counts as equal."""
+"""Largest difference at which two float64 maps count as equal, relative to their largest number."""
 MOST_SPARE = 6
 """Largest number of rows that a network may add to its map; a 7 x 7 stem adds such rows."""
 

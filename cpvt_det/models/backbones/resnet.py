@@ -186,7 +186,7 @@ class ResNetBackbone(nn.Module):
         return features
 
     def make_trunk(self, name: str, norm: str, dilation: bool, last_stage: int, width: int) -> ResNet:
-        """torchvision's network up to a stage."""
+        """Build torchvision's network up to a stage."""
         return _trunk(name, norm, dilation, last_stage, width)
 
     def layers_above(self, name: str) -> int:

@@ -88,9 +88,9 @@ def _download(name: str) -> Mapping[str, Tensor]:
 def fix_padding(network: nn.Module) -> None:
     """Fix the padding of a network's TensorFlow-style convolutions, whose padding depends on the size of their map.
 
-    They get the padding for maps that are multiples of the stride, as all maps of a canvas are. Otherwise, in a program for any
-    size, ``torch.export`` would reason about their rule for hours. Only timm's class ``Conv2dSame`` is changed; NFNet's
-    standardised convolutions and NASNet's pooling keep the rule.
+    They get the padding for maps that are multiples of the stride, as all maps of a canvas are. Otherwise, ``torch.export`` would
+    reason for hours about the size-dependent rule when it makes a program for any size. Only timm's class ``Conv2dSame`` is
+    changed. NFNet's standardised convolutions and NASNet's pooling keep the rule.
     """
     for module in network.modules():
         if type(module).__name__ == "Conv2dSame":

@@ -146,8 +146,7 @@ class TimmTransformer(nn.Module):
         return torch.cat(tokens, dim=1)
 
     def _rotations(self, mask: Tensor) -> Tensor:
-        """Rotary positions for each image's own grid, (B, 1, N, D), or (layers, B, heads, N, D) if they differ by layer and
-        head."""
+        """Rotary positions on each image's own grid, (B, 1, N, D), or (layers, B, heads, N, D) if they differ by layer and head."""
         if is_exporting():
             raise ValueError(f"timm/{self.name} cannot be exported: timm computes its rotary positions for known grids only")
         height, width = mask.shape[1:]

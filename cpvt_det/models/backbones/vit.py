@@ -270,7 +270,7 @@ for _family, _position in POSITIONS.items():
 
 
 def _initialise(module: nn.Module) -> None:
-    """Set DeiT's initial values: normal distributions cut at -2 and 2, and biases of 0. Norms and convolutions keep torch's
+    """Set DeiT's initial values: truncated normals, cut at -2 and 2, and biases of 0. Norms and convolutions keep torch's
     values."""
     if isinstance(module, Attention):
         nn.init.trunc_normal_(module.in_proj_weight, std=INITIAL_STD)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Image classification: images of one class each in, scores of all classes out, top-1 in the metrics."""
+"""Image classification: images with one class each are read, scores of all classes are predicted, and metrics contain top-1."""
 
 import logging
 from collections.abc import Sequence

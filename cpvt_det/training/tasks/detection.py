@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Object detection: COCO-style data sets in, boxes out, AP in the metrics."""
+"""Object detection: COCO-style data sets are read, boxes are predicted, and metrics contain AP."""
 
 import logging
 from collections.abc import Sequence
@@ -82,7 +82,7 @@ class DetectionTask(Task):
         from cpvt_det.evaluation.matches import COUNTED
 
         evaluator = builders.build_evaluator(self.cfg, dataset)
-        if self.cfg.TEST.REPORT:  # otherwise it is not needed after its figures
+        if self.cfg.TEST.REPORT:  # otherwise it is not needed once its figures are known
             self.evaluators[dataset.name] = evaluator
         if evaluator.max_detections is None:
             logger.info(
@@ -95,7 +95,7 @@ class DetectionTask(Task):
         return evaluator
 
     def baseline(self, records: Records, dataset: CocoDataset) -> dict[str, float]:
-        """AP and AP50 of the constant box, :func:`constant_detections`, on a test set."""
+        """AP and AP50 of the constant boxes of :func:`constant_detections` on a test set."""
         import torch
 
         from cpvt_det.common.structures import Detections
@@ -109,7 +109,7 @@ class DetectionTask(Task):
 
     @cached_property
     def postprocessor(self) -> "PostProcessor":
-        """Predictions -> detections."""
+        """The step that turns predictions into detections."""
         return builders.build_postprocessor(self.cfg)
 
     @property
@@ -119,7 +119,7 @@ class DetectionTask(Task):
 
     @cached_property
     def tiling(self) -> "Tiling | None":
-        """The rule for cutting images into tiles, if they are cut."""
+        """The rule for cutting images into tiles; ``None`` if they are not cut."""
         return builders.build_tiling(self.cfg)
 
     def infer(self, detector: "nn.Module", samples: "Sequence[Sample]") -> "list[Detections]":
@@ -195,8 +195,8 @@ def constant_detections(records: Records, most: int = 100) -> "Detections":
 
     A model must beat this baseline to have learned more than where objects usually are.
 
-    The mean is taken for each corner coordinate, and therefore also for centres, widths and heights. The score of a class is the
-    share of training images that contain it. The score only ranks classes, because all boxes of a class are equal.
+    The mean is taken over each corner coordinate, and is therefore also the mean of centres, widths and heights. The score of a
+    class is the share of training images that contain it. The score only ranks classes, because all boxes of a class are equal.
 
     Args:
         records: images to train on.

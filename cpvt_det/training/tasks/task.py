@@ -72,7 +72,7 @@ class Task(ABC):
 
     @abstractmethod
     def load_tests(self) -> list[CocoDataset]:
-        """Only the test sets."""
+        """The test sets alone."""
 
     @abstractmethod
     def training_records(self, datasets: list[CocoDataset]) -> Records:
@@ -88,19 +88,19 @@ class Task(ABC):
 
     @abstractmethod
     def build_test_loader(self, dataset: CocoDataset) -> "DataLoader":
-        """Batches of samples with every image of a test set once, over all processes."""
+        """Batches of samples that contain every image of a test set once, over all processes."""
 
     def set_test_size(self, size: int) -> None:
         """Change ``INPUT`` so that test images have this size in pixels, for ``--sizes``.
 
         Raises:
-            ConfigError: images that have no size to set.
+            ConfigError: images without a size that can be set.
         """
         raise ConfigError(f"--sizes: the task {self.cfg.TASK!r} has no set_test_size, which sets the size of test images")
 
     @abstractmethod
     def build_training_model(self, detector: "nn.Module") -> "nn.Module":
-        """A module with an attribute ``detector`` that is called with samples and returns :class:`cpvt_det.losses.Losses`. If the
+        """A module that is called with samples, returns :class:`cpvt_det.losses.Losses` and has an attribute ``detector``. If the
         samples are only a part of a step, it is also given the result of its ``normalizers`` for all samples of the step."""
 
     @abstractmethod
@@ -108,7 +108,7 @@ class Task(ABC):
         """The evaluator of a test set; the first key of its results is the group of ``main_figure``."""
 
     def baseline(self, records: Records, dataset: CocoDataset) -> dict[str, float]:
-        """Figures of a constant prediction on a test set, by name as in the metrics; a run with lower figures gets a warning.
+        """Figures of a constant prediction on a test set, by their names in the metrics. A run with lower figures gets a warning.
 
         Args:
             records: images to train on.
@@ -130,7 +130,7 @@ class Task(ABC):
 
     @abstractmethod
     def show_results(self, detector: "nn.Module", datasets: Sequence[CocoDataset], results: Results, output: Path) -> None:
-        """Write the pictures of the last evaluation, and with ``TEST.REPORT`` its report.
+        """Write the pictures of the last evaluation and, with ``TEST.REPORT``, its report.
 
         Args:
             detector: the evaluated model.
@@ -162,7 +162,7 @@ def main_value(task: Task | type[Task], results: Results) -> float:
     """The main figure of the first test set; NaN if there is no ground truth for it.
 
     Raises:
-        KeyError: results without the main figure, from which no best checkpoint could be chosen.
+        KeyError: results without the main figure, so that no best checkpoint could be chosen.
     """
     try:
         return figure_of(task.main_figure, results)
@@ -185,7 +185,7 @@ def figure_of(figure: str, results: Results) -> float:
 
 
 def require_figure(figure: str, task: Task, datasets: Sequence[Any]) -> None:
-    """Refuse a figure that evaluations will not have, by evaluating without predictions, which gives the same names.
+    """Refuse a figure that evaluations will not have. An evaluation without predictions supplies the known names.
 
     Raises:
         UnknownNameError: a name that no evaluation has.
@@ -197,5 +197,5 @@ def require_figure(figure: str, task: Task, datasets: Sequence[Any]) -> None:
 
 
 def place_of(dataset: Any, datasets: Sequence[Any], folder: Path) -> Path:
-    """The folder for the files of one test set: ``folder`` itself, or its subfolder of the set's name if there are several sets."""
+    """The folder for files of one test set: ``folder`` itself or, if there are several sets, its subfolder with the set's name."""
     return folder if len(datasets) == 1 else folder / dataset.name
