@@ -3,8 +3,8 @@
 """The detector that comes with the package, and that ``cpvt-det train FOLDER`` starts from::
 
     python studies/starter/data.py CLONES output/starter_data
-    cpvt-det train --config-file studies/starter/train.yaml
-    python studies/starter/package.py output/starter/model_final.pth
+    cpvt-det train ...  # twice: studies/starter/train.yaml
+    python studies/starter/package.py output/thawed/model_final.pth
 
 The last command writes the detector of a checkpoint in half precision, and a README that names its data and their licences.
 """
@@ -25,11 +25,13 @@ from cpvt_det.checkpoint.trained import load_trained
 from cpvt_det.cli import report_errors
 
 TABLE = Path(__file__).with_name("data.yaml")
+FINE_TUNED_AT = 1e-3
+"""Learning rate in its config, for fine-tuning: that of the first of its two trainings. At that of the second, less is learned."""
 INTRODUCTION = """# The starter
 
 A small Deformable-DETR in half precision, from which `cpvt-det train FOLDER` starts. Its backbone, `tf_efficientnet_lite0` of timm,
-had Google's weights first, trained on ImageNet, under Apache-2.0. The files in `studies/starter` trained the detector on a few
-hundred images of each of the data below. Their authors are named there.
+had Google's weights first, trained on ImageNet, under Apache-2.0. The files in `studies/starter` trained the detector, and then the
+backbone too, on a few hundred images of each of the data below. Their authors are named there.
 
 """
 
@@ -54,7 +56,8 @@ def describe_data() -> str:
 def main(checkpoint: Path, output: Path | None) -> None:
     """Write the detector of CHECKPOINT in half precision, with its config and classes."""
     trained = load_trained(checkpoint, "cpu")
-    trained.cfg.MODEL.BACKBONE.WEIGHTS = ""  # they are in the file
+    trained.cfg.MODEL.WEIGHTS = trained.cfg.MODEL.BACKBONE.WEIGHTS = ""  # they are in the file
+    trained.cfg.SOLVER.BASE_LR = FINE_TUNED_AT
     state_dict = {
         name: tensor.half() if tensor.is_floating_point() else tensor for name, tensor in trained.detector.state_dict().items()
     }
