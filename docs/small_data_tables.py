@@ -20,6 +20,10 @@ PICTURE = ROOT / "docs" / "pictures" / "small_data.png"
 RECORDS = ROOT / "benchmarks" / "results" / "small_data"
 PEERS = ROOT / "benchmarks" / "results" / "small_data_peers"
 """Pairs of records of one machine, of about as many CPU seconds: ``benchmarks/small_data.py`` and ``benchmarks/dense_peer.py``."""
+TRIALS = ROOT / "benchmarks" / "results" / "learning_trials.json"
+"""Trials on a fifth of the training images, of one seed each."""
+FIRST_STARTER = "d0c70a0e2beabb5c14784926fdca9cadf4401cf73c3da35be9fd1e9c129640be"
+"""SHA-256 of the starter whose backbone was not trained."""
 DATA = {
     "bccd": ("BCCD", 205),
     "aquarium": ("Aquarium", 448),
@@ -164,7 +168,20 @@ def peers() -> list[Row]:
 def _detector(record: Record) -> str:
     if "chosen" not in record:
         return "FCOS"
-    return "ours, from the starter" if record["chosen"]["MODEL"].get("WEIGHTS") else "ours, from ImageNet weights"
+    weights = record["chosen"]["MODEL"]
+    starter = "the first starter" if weights.get("WEIGHTS_SHA256") == FIRST_STARTER else "the starter"
+    return f"ours, from {starter if weights.get('WEIGHTS') else 'ImageNet weights'}"
+
+
+def trials() -> list[Row]:
+    """What was tried to learn faster, on images held out from the training images."""
+    found = json.loads(TRIALS.read_text(encoding="utf-8"))["rows"]
+    rows = []
+    for row in found:
+        title = DATA[row["data"]][0] if row["data"] in DATA else row["data"]
+        figures = [f"{row[name]:.1f}" if name in row else "" for name in ("AP", "AP50")]
+        rows.append([title, row["start"], row["change"], str(row["steps"]), *figures])
+    return _table(["data", "start", "change", "steps", "AP", "AP50"], rows)
 
 
 def by_size() -> list[Row]:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from cpvt_det.common.boxes import cxcywh_to_xyxy, intersection_over_union
+from cpvt_det.common.exporting import in_steps
 from cpvt_det.common.structures import ClassLogits, Detections, Predictions, Size
 from cpvt_det.losses.classification import Classification
-from cpvt_det.ops.exporting import in_steps
 
 
 class PostProcessor:

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from cpvt_det.common.errors import UnknownNameError, first_line
+from cpvt_det.common.exporting import is_exporting
 from cpvt_det.common.memory import no_garbage_collection
 from cpvt_det.common.structures import Size
 from cpvt_det.ops import routes
 from cpvt_det.ops.deformable_eager import embedding_bag_attention, gather_attention, grid_sample_attention
-from cpvt_det.ops.exporting import is_exporting
 
 logger = logging.getLogger("cpvt_det")
 PLAIN = {"eager": embedding_bag_attention, "export": gather_attention, "grid_sample": grid_sample_attention}

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torchvision.ops import nms
 
-from cpvt_det.ops.exporting import in_steps, is_exporting
+from cpvt_det.common.exporting import in_steps, is_exporting
 
 CANDIDATES = 4  # boxes that are examined first, per box to choose
 SUPPRESSED = 1e3  # subtracted from the scores of boxes suppressed by a better one; twice this from those of padded boxes

@@ -19,7 +19,7 @@ CEILINGS = {
     "files": 252,
     "functions": 2_141,
     "rooms": 22,
-    "arrows between rooms": 103,
+    "arrows between rooms": 102,
     "keys of the config": 129,
     "words of the documents": 45_094,
 }

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cpvt_det.common.errors import first_line
+from cpvt_det.common.exporting import is_exporting
 from cpvt_det.common.structures import has_padding, level_padding_mask
 from cpvt_det.layers.checkpointing import recomputed
 from cpvt_det.layers.heads import without_autocast
 from cpvt_det.models.backbones.timm_networks import load_weights, pixel_statistics, timm_with
-from cpvt_det.ops.exporting import is_exporting
 from cpvt_det.position.table import cubic_weights, interpolate
 
 
