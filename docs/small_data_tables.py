@@ -167,7 +167,7 @@ def peers() -> list[Row]:
 
 def _detector(record: Record) -> str:
     if "chosen" not in record:
-        return "FCOS"
+        return ", ".join(["FCOS", *filter(None, [record.get("label")])])
     weights = record["chosen"]["MODEL"]
     starter = "the first starter" if weights.get("WEIGHTS_SHA256") == FIRST_STARTER else "the starter"
     return f"ours, from {starter if weights.get('WEIGHTS') else 'ImageNet weights'}"
