@@ -28,6 +28,8 @@ from cpvt_det.builders import build_criterion, build_detector
 from cpvt_det.checkpoint import convert_state_dict
 from cpvt_det.common.structures import PaddedBatch, Targets
 from cpvt_det.config import load_cfg
+from cpvt_det.losses.criterion import SetCriterion
+from cpvt_det.models.detector import Detector
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs/coco"
 
@@ -62,6 +64,8 @@ ORIGINS = {
 DETREX_DINO = "dino/configs/dino-resnet/dino_r50_4scale_12ep.py"
 NOISE = ("label_noise", "box_noise", "dn_label_noise_ratio", "dn_box_noise_scale", "label_noise_ratio", "box_noise_scale")
 """Attributes of denoising, in our code, in DINO's and in detrex's."""
+HF_RESNET: dict[str, Any] = {"downsample_in_bottleneck": False}
+"""What differs in the official ResNet from the defaults of transformers' config."""
 DRAWN_WIDE = re.compile(r"(attention_weights|reference_points|class_embed(\.\d+)?|bbox_embed\.(\d+\.)?layers\.2)\.weight$")
 
 
@@ -150,7 +154,11 @@ def our_model(
         draw_weights(detector)
         if recipe.origin.shares_heads:
             share_heads(detector, recipe.layers)
-    detector.to(device)
+    return as_model(detector.to(device), criterion)
+
+
+def as_model(detector: Detector, criterion: SetCriterion) -> Model:
+    """One of our detectors, as benchmarks call it."""
 
     def predict(batch: PaddedBatch) -> tuple[Tensor, Tensor]:
         predictions = detector(batch.images, batch.padding_mask)
@@ -300,7 +308,7 @@ def hf_model(recipe: Recipe, device: str, state: Mapping[str, Tensor]) -> Model:
     deformable = recipe.detector == "Deformable-DETR"
     stages = ["stage2", "stage3", "stage4"] if deformable else ["stage4"]
     words = {
-        "backbone_config": transformers.ResNetConfig(downsample_in_bottleneck=False, out_features=stages),
+        "backbone_config": transformers.ResNetConfig(**HF_RESNET, out_features=stages),
         "num_labels": recipe.classes,
         "d_model": recipe.channels,
         "num_queries": recipe.queries,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from benchmarks.at_best import channels_last, compiled
 from benchmarks.harness import ROUNDS, Case, Contender, Plan, Work
-from benchmarks.models import CONFIGS, Model, draw_weights
+from benchmarks.models import CONFIGS, Model, as_model, draw_weights
 from benchmarks.suites import Options
 from benchmarks.suites.model import CANVAS, DETR, ENCODING, PADDED, PASSES, Shape, infer, make_inputs, train
 from cpvt_det.builders import build_criterion, build_detector
@@ -163,14 +163,4 @@ def our_model(model: str, theirs: nn.Module, position: str, device: str) -> Mode
     cfg = load_cfg(str(CONFIGS / f"{SIZES[model][0].format(position)}.yaml"), words)
     module, criterion = build_detector(cfg), build_criterion(cfg)
     load_weights(module, theirs.state_dict())
-    module.to(device)
-
-    def predict(batch: PaddedBatch) -> tuple[Tensor, Tensor]:
-        predictions = module(batch.images, batch.padding_mask)
-        return predictions.logits[-1], predictions.boxes[-1]
-
-    def learn(batch: PaddedBatch, targets: Sequence[Targets]) -> tuple[Tensor, Tensor, Tensor]:
-        predictions = module(batch.images, batch.padding_mask, targets)
-        return predictions.logits[-1], predictions.boxes[-1], sum(criterion(predictions, targets).losses.values())
-
-    return Model(module, predict, learn)
+    return as_model(module.to(device), criterion)

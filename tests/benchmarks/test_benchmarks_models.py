@@ -3,8 +3,6 @@
 
 import fnmatch
 import functools
-import importlib
-import importlib.util
 import json
 import os
 
@@ -31,11 +29,8 @@ def narrow(monkeypatch):
     """A quarter of the ResNet's channels, ours and that of transformers: a full one has 94 MB, and there are up to seven."""
     load, width = models.load_cfg, ["MODEL.BACKBONE.WIDTH", "16"]
     monkeypatch.setattr(models, "load_cfg", lambda path, words: load(path, [*words, *width]))
-    if importlib.util.find_spec("transformers"):
-        transformers = importlib.import_module("transformers")
-        full = transformers.ResNetConfig
-        smaller = functools.partial(full, embedding_size=16, hidden_sizes=[64, 128, 256, 512])
-        monkeypatch.setattr(transformers, "ResNetConfig", smaller)
+    for name, value in {"embedding_size": 16, "hidden_sizes": [64, 128, 256, 512]}.items():
+        monkeypatch.setitem(models.HF_RESNET, name, value)
 
 
 def test_without_chance_a_step_of_dino_is_the_same_twice_and_its_noise_comes_back():
