@@ -105,7 +105,8 @@ class Thresholds:
         """
         classes = state.get("classes") if isinstance(state, Mapping) else None
         fits = isinstance(classes, list) and len(classes) == num_classes
-        if not fits or not all(map(_is_score, [state.get("overall"), *classes])):
+        scores = [score for score in (state.get("overall"), *classes) if score is not None] if fits else []
+        if not fits or not all(isinstance(score, float) and 0 <= score <= 1 for score in scores):
             expected = f'{{"overall": score, "classes": [{num_classes} scores]}}, scores from 0 to 1 or null'
             raise ValueError(f"thresholds must be {expected}, got {state!r}")
         return cls(state["overall"], tuple(classes))
@@ -116,10 +117,6 @@ class Thresholds:
             return "none, as no detection is right"
         shown = [f"{name} {_text(value)}" for name, value in zip(names[:most], self.classes, strict=False)]
         return f"{_text(self.overall)} ({', '.join(shown)}{', ...' if len(names) > most else ''})"
-
-
-def _is_score(value: Any) -> bool:
-    return value is None or (isinstance(value, float) and math.isfinite(value) and 0 <= value <= 1)
 
 
 def _text(value: float | None) -> str:

@@ -8,7 +8,7 @@ Models are plain torch. :func:`accelerate` replaces a model's classes by those o
 
 from torch import nn
 
-from cpvt_det.fast.convolution import FastConv2d
+from cpvt_det.fast.convolution import FastConv2d, FastConvNorm, FastRepVGGBlock
 from cpvt_det.fast.dropout import FastDropout
 from cpvt_det.fast.encoders import FastDeformableEncoder, FastEncoder
 from cpvt_det.fast.layers import (
@@ -32,6 +32,7 @@ from cpvt_det.models.deformable_detr import (
 )
 from cpvt_det.models.detr import DecoderLayer
 from cpvt_det.models.encoder import Encoder, EncoderLayer
+from cpvt_det.models.hybrid_encoder import ConvNorm, RepVGGBlock
 from cpvt_det.models.necks import ProjectionNeck
 from cpvt_det.ops import routes
 
@@ -55,6 +56,8 @@ FASTER: dict[type[nn.Module], type[nn.Module]] = {
     MixedDecoderLayer: FastMixedDecoderLayer,
     Encoder: FastEncoder,
     DeformableEncoder: FastDeformableEncoder,
+    ConvNorm: FastConvNorm,
+    RepVGGBlock: FastRepVGGBlock,
     ProjectionNeck: FastProjectionNeck,
     ResNetBackbone: FastResNetBackbone,
 }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convolutions by the fastest method for a CPU, with a frozen norm folded into their weight.
+"""Convolutions by the fastest method for a CPU, with a norm folded into their weight if its statistics are fixed.
 
 On one thread, torch gives 1x1 convolutions to MKL, unless they are strided or dilated. oneDNN is faster, most of all on AMD
 processors with AVX-512. So 1x1 convolutions are dilated here, which has no effect on a kernel of one cell.
@@ -14,6 +14,8 @@ from torch.autograd.function import once_differentiable
 from torchvision.ops import FrozenBatchNorm2d
 
 from cpvt_det.fast import winograd
+from cpvt_det.layers.norm import MaskedBatchNorm2d, folded
+from cpvt_det.models.hybrid_encoder import ConvNorm, RepVGGBlock
 from cpvt_det.ops import routes
 from cpvt_det.ops.strided_1x1 import needs_guard, skip_cells
 
@@ -26,24 +28,49 @@ class FastConv2d(nn.Conv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, C', H', W')."""
-        return convolve(self, x) if self.padding_mode == "zeros" else super().forward(x)
+        return convolve(self, x, self.weight, self.bias) if self.padding_mode == "zeros" else super().forward(x)
 
 
-def can_fold(convolution: nn.Conv2d) -> bool:
-    """Whether a convolution computes exactly what torch's does, so that a norm may become part of its weight."""
+def can_fold(convolution: nn.Module, norm: nn.Module) -> bool:
+    """Whether a convolution computes exactly what torch's does, and the norm after it has fixed statistics; no hook sees them."""
     is_torch_s = type(convolution) in (nn.Conv2d, FastConv2d) and convolution.padding_mode == "zeros"
-    return is_torch_s and not routes.is_watched(convolution)
+    is_fixed = type(norm) is FrozenBatchNorm2d or (isinstance(norm, MaskedBatchNorm2d) and not norm.training)
+    return is_torch_s and is_fixed and not (routes.is_watched(convolution) or routes.is_watched(norm))
 
 
-def convolve(convolution: nn.Conv2d, x: Tensor, norm: FrozenBatchNorm2d | None = None) -> Tensor:
-    """``convolution(x)``, with the frozen norm after it, if any, folded into its weight; the weight still gets its gradient.
+class FastConvNorm(ConvNorm):
+    """A convolution with its batch norm folded in, in evaluation."""
+
+    def forward(self, x: Tensor, valid: Tensor | None, after: Tensor | None = None) -> Tensor:
+        """Arguments and result as in :meth:`ConvNorm.forward`."""
+        if not (routes.is_plain(x) and can_fold(self.conv, self.norm)):
+            return super().forward(x, valid, after)
+        if valid is not None and max(self.conv.kernel_size) > 1:
+            x = x.masked_fill(~valid, 0)
+        return self.act(convolve(self.conv, x, *folded(self.conv, self.norm)))
+
+
+class FastRepVGGBlock(RepVGGBlock):
+    """One 3x3 convolution in evaluation: the 1x1 convolution and both norms are folded into it."""
+
+    def forward(self, x: Tensor, valid: Tensor | None) -> Tensor:
+        """(B, C, H, W) -> the same. Only outputs of padded cells may differ: there, the 1x1 convolution alone sees the padding."""
+        branches = [] if self.conv2 is None else [self.conv1, self.conv2]
+        if not (branches and routes.is_plain(x) and all(can_fold(branch.conv, branch.norm) for branch in branches)):
+            return super().forward(x, valid)
+        x = x if valid is None else x.masked_fill(~valid, 0)
+        return F.silu(convolve(self.conv1.conv, x, *self.merged()))
+
+
+def convolve(convolution: nn.Conv2d, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``convolution(x)`` with this weight and bias, which may be its own, or folded with the norm after it; both get gradients.
 
     Args:
         convolution: convolution that pads with zeros.
         x: (B, C, H, W) float.
-        norm: frozen norm of the convolution's output; ``None``: no norm.
+        weight: (C', C / groups, k, k) float.
+        bias: (C',) float, or ``None``.
     """
-    weight, bias = (convolution.weight, convolution.bias) if norm is None else _folded(convolution, norm)
     stride, padding, dilation, groups = convolution.stride, convolution.padding, convolution.dilation, convolution.groups
     if needs_guard(convolution):
         x, stride = skip_cells(x, stride), (1, 1)
@@ -58,14 +85,6 @@ def convolve(convolution: nn.Conv2d, x: Tensor, norm: FrozenBatchNorm2d | None =
     if is_strided and _learns(x, weight) and x[:, 0, ::2, ::2].numel() * weight.numel() >= SMALL_PRODUCT:
         return _ByRows.apply(x, weight, bias, stride, padding, dilation)
     return F.conv2d(x, weight, bias, stride, padding, dilation, groups)
-
-
-def _folded(convolution: nn.Conv2d, norm: FrozenBatchNorm2d) -> tuple[Tensor, Tensor]:
-    """Weight and bias of the convolution with the norm after it folded in."""
-    weight, bias = convolution.weight, convolution.bias
-    scale = norm.weight * torch.rsqrt(norm.running_var + norm.eps)
-    shift = norm.bias - norm.running_mean * scale
-    return weight * scale[:, None, None, None], shift if bias is None else shift + bias * scale
 
 
 def _convolve_1x1(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int] = (1, 1)) -> Tensor:

@@ -50,13 +50,11 @@ def packing_for(
     if acts_inside or position.looks_at_padding or padding_mask.sum() <= LEAST_SAVING * padding_mask.numel():
         return None
     are_own = all((type(layer), type(layer.self_attn)) == own for layer in encoder.layers)
-    inner = [part for part in encoder.modules() if part is not encoder]
-    return Packing.of(padding_mask) if are_own and not any(map(_needs_batch, inner)) else None
-
-
-def _needs_batch(part: nn.Module) -> bool:
-    """Whether a part has hooks, may skip images, or is not ours and so may look across tokens."""
-    return not routes.is_known(part) or routes.is_watched(part) or (isinstance(part, DropPath) and part.training)
+    for part in encoder.modules():  # hooks, parts that may skip images, and parts that are not ours and may look across tokens
+        skips = isinstance(part, DropPath) and part.training
+        if part is not encoder and (skips or routes.is_watched(part) or not routes.is_known(part)):
+            return None
+    return Packing.of(padding_mask) if are_own else None
 
 
 @dataclass(frozen=True)

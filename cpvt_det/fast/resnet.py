@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchvision.ops import FrozenBatchNorm2d
 
 from cpvt_det.common.structures import Size, has_padding, valid_sizes
 from cpvt_det.fast.convolution import can_fold, convolve
+from cpvt_det.layers.norm import folded
 from cpvt_det.models.backbones.resnet import MaskedOps, ResNetBackbone
 from cpvt_det.ops import routes
 
@@ -100,9 +100,9 @@ class FastMaskedOps(MaskedOps):
 
     def convolve(self, convolution: nn.Conv2d, norm: nn.Module, x: Tensor, stride: int, residual: Tensor | None = None) -> Tensor:
         """``norm(convolution(x))``, at this stride, plus the residual, if any."""
-        if not (can_fold(convolution) and type(norm) is FrozenBatchNorm2d and not routes.is_watched(norm)):
+        if not can_fold(convolution, norm):
             return super().convolve(convolution, norm, x, stride, residual)
-        x = convolve(convolution, x, norm)
+        x = convolve(convolution, x, *folded(convolution, norm))
         return x if residual is None else x.add_(residual)
 
 
@@ -113,9 +113,10 @@ class FastResNetBackbone(ResNetBackbone):
 
     def forward(self, images: Tensor, padding_mask: Tensor) -> list[Tensor]:
         """A map (B, C_l, ceil(H / stride), ceil(W / stride)) float for each stage."""
-        # A tool that counts operations must see those of the whole canvas.
+        # A tool that counts operations, a hook and a norm that learns must see the whole canvas and batch.
         may_cut = self.mask_padding and routes.is_plain(images) and routes.is_on("canvases") and has_padding(padding_mask)
-        may_cut = may_cut and not any(_needs_batch(part) for part in self.body.modules())
+        learning = (part for part in self.body.modules() if isinstance(part, nn.BatchNorm2d) and part.training)
+        may_cut = may_cut and not any(learning) and not any(map(routes.is_watched, self.body.modules()))
         sizes = valid_sizes(padding_mask) if may_cut else None
         if sizes is not None:
             canvas = tuple(images.shape[2:])
@@ -123,11 +124,6 @@ class FastResNetBackbone(ResNetBackbone):
             if [part.canvas for part in parts] != [canvas]:
                 return in_parts(super().forward, images, padding_mask, parts, self.strides)
         return super().forward(images, padding_mask)
-
-
-def _needs_batch(part: nn.Module) -> bool:
-    """Whether the whole batch is needed, by a norm's statistics or by a hook."""
-    return routes.is_watched(part) or (isinstance(part, nn.BatchNorm2d) and part.training)
 
 
 class _RectifyValid(torch.autograd.Function):

@@ -120,18 +120,20 @@ def make_norm(name: str, channels: int) -> nn.Module:
     return NORM_LAYERS[name](channels)
 
 
+def folded(convolution: nn.Conv2d, norm: nn.BatchNorm2d | FrozenBatchNorm2d) -> tuple[Tensor, Tensor]:
+    """The weight and bias of a convolution with the norm after it folded in: a batch norm in evaluation mode, or a frozen one."""
+    weight, bias = convolution.weight, convolution.bias
+    scale = norm.weight * torch.rsqrt(norm.running_var + norm.eps)
+    shift = norm.bias - norm.running_mean * scale
+    return weight * scale[:, None, None, None], shift if bias is None else shift + bias * scale
+
+
 @torch.no_grad()
 def fold_norm(convolution: nn.Conv2d, norm: nn.BatchNorm2d) -> None:
-    """Fold the norm after a convolution into its weight and bias, in place, for inference.
-
-    Args:
-        convolution: convolution with or without a bias.
-        norm: batch norm of its output, in evaluation mode.
-    """
-    factor = norm.weight * torch.rsqrt(norm.running_var + norm.eps)
-    shift = norm.running_mean if convolution.bias is None else norm.running_mean - convolution.bias
-    convolution.weight.mul_(factor[:, None, None, None])
-    convolution.bias = nn.Parameter(norm.bias - shift * factor)
+    """Fold the norm after a convolution into its weight and bias, in place, for inference; arguments as in :func:`folded`."""
+    weight, bias = folded(convolution, norm)
+    convolution.weight.copy_(weight)
+    convolution.bias = nn.Parameter(bias)
 
 
 def group_count(channels: int) -> int:

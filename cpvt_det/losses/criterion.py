@@ -110,7 +110,10 @@ class SetCriterion:
             normalizers = self.normalizers(targets, predictions.logits.shape[2])
         to_match = {"loss_": (predictions, padded, normalizers)}
         if predictions.proposals is not None:
-            to_match["loss_proposal_"] = self._of_proposals(predictions.proposals, targets, normalizers)
+            found = targets
+            if not predictions.proposals.by_class:  # all objects have one class
+                found = [Targets(torch.full_like(target.labels, PROPOSAL_LABEL), target.boxes_cxcywh) for target in targets]
+            to_match["loss_proposal_"] = _repeated(predictions.proposals, found, normalizers, self.proposal_matches)
         if predictions.hybrid is not None:
             to_match["loss_hybrid_"] = _repeated(predictions.hybrid, targets, normalizers, self.hybrid_matches)
         matches = self.matcher(*(group[:2] for group in to_match.values()))
@@ -145,12 +148,6 @@ class SetCriterion:
         classes = self.classification.normalizer(total_matched, total_unmatched, total_boxes)
         share = distributed.world_size()
         return Normalizers(total_boxes / share, classes / share, (total_matched / share, total_unmatched / share))
-
-    def _of_proposals(self, proposals: Predictions, targets: Sequence[Targets], normalizers: Normalizers) -> Unmatched:
-        """Proposals and their targets, in which all objects have one class, or their own classes if the proposals have classes."""
-        if not proposals.by_class:
-            targets = [Targets(torch.full_like(target.labels, PROPOSAL_LABEL), target.boxes_cxcywh) for target in targets]
-        return _repeated(proposals, targets, normalizers, self.proposal_matches)
 
     def losses_by_layer(
         self,

@@ -80,7 +80,7 @@ class Classifier(ImageModel):
         if self.pool == "token":
             pooled = special.unbind(1)
         else:
-            pooled = [_mean_of_valid(tokens, mask)]
+            pooled = [tokens.masked_fill(mask[..., None], 0).sum(1) / (~mask).sum(1, keepdim=True).to(tokens.dtype)]
         heads = [self.class_embed] if self.distilled_embed is None else [self.class_embed, self.distilled_embed]
         with without_autocast(images):
             logits = [head(full_precision(vector)) for head, vector in zip(heads, pooled, strict=False)]
@@ -93,12 +93,6 @@ class Classifier(ImageModel):
         last = self.backbone(images, padding_mask)[-1]
         mask = level_padding_mask(padding_mask, self.strides[0])
         return None, last.flatten(2).transpose(1, 2), mask.flatten(1)  # (B, C, H, W) -> (B, N, C)
-
-
-def _mean_of_valid(tokens: Tensor, padding_mask: Tensor) -> Tensor:
-    """The mean (B, C) of those of the (B, N, C) tokens that are not padded."""
-    valid = (~padding_mask).sum(1, keepdim=True).to(tokens.dtype)
-    return tokens.masked_fill(padding_mask[..., None], 0).sum(1) / valid
 
 
 def _head(channels: int, num_classes: int) -> nn.Linear:

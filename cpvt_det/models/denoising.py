@@ -112,13 +112,10 @@ class ContrastiveDenoising(nn.Module):
         counts = torch.tensor([len(target) for target in targets]).to(labels.device, non_blocking=True)
         objects = torch.arange(most, device=labels.device).expand_as(labels)
         objects = objects.masked_fill(objects >= counts[:, None], -1)[:, None, None].repeat(1, groups, 2, 1)  # (B, G, 2, T)
-        labels = self._noised_labels(labels[:, None, None].expand_as(objects))
-        return objects, labels, self._noised_boxes(boxes[:, None, None].expand(*objects.shape, 4))
-
-    def _noised_labels(self, labels: Tensor) -> Tensor:
-        """The labels, with some replaced by random ones."""
+        labels = labels[:, None, None].expand_as(objects)
         others = torch.randint_like(labels, self.num_classes)
-        return torch.where(torch.rand(labels.shape, device=labels.device) < 0.5 * self.label_noise, others, labels)
+        labels = torch.where(torch.rand(labels.shape, device=labels.device) < 0.5 * self.label_noise, others, labels)
+        return objects, labels, self._noised_boxes(boxes[:, None, None].expand(*objects.shape, 4))
 
     def _noised_boxes(self, boxes: Tensor) -> Tensor:
         """(B, G, 2, T, 4) cxcywh boxes, positives before negatives -> the same boxes with noise."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from cpvt_det.common.errors import UnknownNameError
 from cpvt_det.common.structures import Levels, flatten_levels, has_padding, level_padding_mask
 from cpvt_det.layers.heads import full_precision
-from cpvt_det.layers.norm import MaskedBatchNorm2d, NoNorm, fold_norm, make_norm
+from cpvt_det.layers.norm import MaskedBatchNorm2d, NoNorm, fold_norm, folded, make_norm
 from cpvt_det.models.detector import Memory
 from cpvt_det.models.encoder import Encoder
 from cpvt_det.models.necks import NECK_REGISTRY
@@ -83,6 +83,11 @@ class RepVGGBlock(nn.Module):
         x = self.conv1(x, valid) if self.conv2 is None else self.conv1(x, valid) + self.conv2(x, valid)
         return F.silu(x)
 
+    def merged(self) -> tuple[Tensor, Tensor]:
+        """Weight and bias of one 3x3 convolution in the place of both, with their batch norms folded in."""
+        (weight, bias), (pointwise, shift) = (folded(branch.conv, branch.norm) for branch in (self.conv1, self.conv2))
+        return weight + F.pad(pointwise, (1, 1, 1, 1)), bias + shift
+
     @torch.no_grad()
     def fold(self) -> None:
         """Merge the norms and the 1x1 convolution into the 3x3 convolution, in place, for inference.
@@ -92,11 +97,8 @@ class RepVGGBlock(nn.Module):
         """
         if self.conv2 is None or not isinstance(self.conv2.norm, MaskedBatchNorm2d):
             return
-        self.conv1.fold()
-        self.conv2.fold()
-        self.conv1.conv.weight += F.pad(self.conv2.conv.weight, (1, 1, 1, 1))
-        self.conv1.conv.bias += self.conv2.conv.bias
-        self.conv2 = None
+        self.conv1.conv.weight, self.conv1.conv.bias = map(nn.Parameter, self.merged())
+        self.conv1.norm, self.conv2 = NoNorm(), None
 
 
 class CSPLayer(nn.Module):

@@ -222,12 +222,18 @@ class ProposedQueries(nn.Module):
         """
         learning = self.training and targets is not None
         hybrid = self.hybrid if learning else 0
-        proposals, tokens = self._propose(memory, levels, self.num_queries + hybrid)
-        chosen = self._choose(proposals, self.num_queries + hybrid)
-        references = _pick(proposals.boxes[0], chosen).detach()
+        count = self.num_queries + hybrid
+        tokens, starts, logits = self._score(memory, levels, count)
+        if self.class_proposals and self.nms_threshold == 1:  # neither the loss nor NMS sees the boxes of other tokens
+            chosen = self._choose(logits, None, count)
+            tokens, starts, logits = (_pick(part, chosen) for part in (tokens, starts, logits))
+        with without_autocast(memory):
+            boxes = (self.bbox_embed(tokens) + starts).sigmoid()
+        chosen = self._choose(logits, boxes, count)
+        references = _pick(boxes, chosen).detach()
         if self.class_proposals:
-            logits, boxes = (_pick(part[0], chosen)[None] for part in (proposals.logits, proposals.boxes))
-            proposals = Predictions(logits, boxes, by_class=True)
+            logits, boxes = _pick(logits, chosen), _pick(boxes, chosen)
+        proposals = Predictions(logits[None], boxes[None], by_class=self.class_proposals)
         queries = self._queries(references, proposals, _pick(tokens, chosen).detach())
         queries = _with_hybrid(queries, hybrid) if hybrid else queries
         return self.denoising(queries, targets, self.place) if learning and self.denoising is not None else queries
@@ -252,18 +258,18 @@ class ProposedQueries(nn.Module):
         """(B, Q, 4) boxes -> (B, Q, 2 C): positions and contents of the queries at these boxes."""
         return self.pos_trans_norm(self.pos_trans(sines_of_boxes(boxes, self.channels // 2)))
 
-    def _choose(self, proposals: Predictions, count: int) -> Tensor:
-        """Indices (B, ``count``) of the chosen tokens, the best first."""
-        logits = proposals.logits[0].detach()
+    def _choose(self, logits: Tensor, boxes: Tensor | None, count: int) -> Tensor:
+        """Indices (B, ``count``) of the chosen tokens, the best first, by (B, N', K') logits and, for NMS, (B, N', 4) boxes."""
+        logits = logits.detach()
         scores = logits.amax(-1) if self.class_proposals else logits[..., PROPOSAL_LABEL]
         if self.nms_threshold == 1:
             return scores.topk(count, dim=1).indices
-        boxes = cxcywh_to_xyxy(proposals.boxes[0].detach())
+        boxes = cxcywh_to_xyxy(boxes.detach())
         return nms_topk(boxes, scores, scores == PADDED_LOGIT, self.nms_threshold, count)
 
-    def _propose(self, memory: Tensor, levels: Levels, count: int) -> tuple[Predictions, Tensor]:
-        """Logits (1, B, N', K') and boxes (1, B, N', 4), and the (B, N', C) tokens that they are made from. N' is max(N,
-        ``count``), so that ``count`` proposals can be chosen."""
+    def _score(self, memory: Tensor, levels: Levels, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """What proposals are made from: tokens (B, N', C), logits of the boxes that they start from (B, N', 4), and their own
+        logits (B, N', K'). N' is max(N, ``count``), so that ``count`` proposals can be chosen."""
         missing = count - memory.shape[1]
         # An exported program takes any number of tokens; torch 2.9 cannot compile sym_max of plain numbers.
         missing = torch.sym_max(0, missing) if isinstance(missing, torch.SymInt) else max(0, missing)
@@ -276,9 +282,8 @@ class ProposedQueries(nn.Module):
             tokens = full_precision(tokens)
             logits = self.class_embed(tokens).masked_fill(padded, PADDED_LOGIT)
             # An infinite start turns the box of an unusable token into a constant without gradient.
-            start = anchors.masked_fill(~usable, 0.5).logit().masked_fill(~usable, math.inf)
-            boxes = (self.bbox_embed(tokens) + start).sigmoid()
-        return Predictions(logits[None], boxes[None]), tokens
+            starts = anchors.masked_fill(~usable, 0.5).logit().masked_fill(~usable, math.inf)
+        return tokens, starts, logits
 
 
 def sines_of_boxes(boxes: Tensor, channels: int) -> Tensor:

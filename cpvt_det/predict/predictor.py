@@ -280,9 +280,7 @@ class Predictor:
 
 
 def _tiling_of(tiles: Tiling | int) -> Tiling | None:
-    if isinstance(tiles, Tiling):
-        return tiles
-    return Tiling(tiles) if tiles else None
+    return Tiling(tiles) if tiles and not isinstance(tiles, Tiling) else tiles or None
 
 
 def _read(image: ImageInput, channels: str | None, index: int) -> torch.Tensor:

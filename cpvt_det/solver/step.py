@@ -164,7 +164,9 @@ class TrainStep:
         """
         self.model.train()
         if not self._fits:
-            self._require_memory(samples)
+            largest = max(split_samples(samples, self.options.accumulate), key=len)
+            require_memory(self.training_model.detector, largest, len(samples), self.options.amp_dtype)
+            self._fits = True
         torch.manual_seed(mix_seed(self.seed, iteration, distributed.rank()))
         factor = self.learning_rate.factor(iteration)
         for group, base_lr in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
@@ -182,7 +184,10 @@ class TrainStep:
         self.done = None
         record["grad_norm"] = self._clip()
         bad = self.bad_steps.check(iteration, samples, finite, record["grad_norm"])
-        self._update(bad)
+        # Not scaler.step: it would search for non-finite values again, and see only this process's gradients.
+        self.optimizer.found_inf = bad.float()  # weights stay after a bad step, and the scale of float16 losses is halved
+        self.optimizer.step()
+        self.scaler.update()
         for buffer, old in zip(statistics, before, strict=True):
             if buffer.is_floating_point():
                 buffer.copy_(torch.where(bad, old, buffer))
@@ -190,18 +195,6 @@ class TrainStep:
             self.ema.update_parameters(self.training_model.detector, ~bad)
         self.done = iteration
         return {**record, "skipped": bad.float()}
-
-    def _require_memory(self, samples: Sequence[Sample]) -> None:
-        largest = max(split_samples(samples, self.options.accumulate), key=len)
-        require_memory(self.training_model.detector, largest, len(samples), self.options.amp_dtype)
-        self._fits = True
-
-    def _update(self, bad: Tensor) -> None:
-        """Update the weights. After a bad step, they stay unchanged, and the scale of float16 losses is halved."""
-        # Not scaler.step: it would search for non-finite values again, and see only this process's gradients.
-        self.optimizer.found_inf = bad.float()
-        self.optimizer.step()
-        self.scaler.update()
 
     def _backward(self, samples: Sequence[Sample]) -> tuple[dict[str, Tensor], Tensor]:
         """Compute the gradients of all parts. Return summed losses and mean metrics, and (B,) bool, True for finite predictions."""
@@ -217,7 +210,9 @@ class TrainStep:
                 with torch.autocast(device.type, self.options.amp_dtype, enabled=self.options.amp_dtype is not None):
                     result = self.model(part, normalizers)
                 total = sum(result.losses.values())
-                self.scaler.scale(_nan_unless_finite(total, result.finite)).backward()
+                # With NaN, all gradients are NaN and, after averaging, those of every process: all of them skip the step.
+                is_finite = result.finite.all() & total.detach().isfinite()
+                self.scaler.scale(total * torch.where(is_finite, 1.0, torch.nan)).backward()
             metrics = {name: value / len(parts) for name, value in result.metrics.items()}
             for name, value in {"total_loss": total, **result.losses, **metrics}.items():
                 record[name] = record.get(name, 0) + value.detach()
@@ -237,15 +232,6 @@ def split_samples(samples: Sequence[Sample], parts: int) -> list[Sequence[Sample
     parts = min(parts, len(samples))
     borders = [round(number * len(samples) / parts) for number in range(parts + 1)]
     return [samples[start:end] for start, end in itertools.pairwise(borders)]
-
-
-def _nan_unless_finite(total: Tensor, finite: Tensor) -> Tensor:
-    """``total``, or NaN if it or a prediction is not finite.
-
-    With NaN, all gradients of this process are NaN and, after averaging, those of every process. Therefore all processes skip the
-    step.
-    """
-    return total * torch.where(finite.all() & total.detach().isfinite(), 1.0, torch.nan)
 
 
 def _running_statistics(model: nn.Module) -> list[Tensor]:

@@ -130,7 +130,9 @@ def choose_settings(
     length = length_choices(plan, data, pace, budget, settled)
     if "TEST.EVAL_PERIOD" in overrides[::2]:  # EVAL_PERIOD would have no effect next to EVAL_EPOCHS
         length = [choice for choice in length if choice.key != "TEST.EVAL_EPOCHS"]
-    return _with_overrides([*choices, *length], overrides)
+    choices = [*choices, *length]
+    typed = {key: Choice(key, value, TYPED) for key, value in _typed_values(config_of(choices, overrides), overrides[::2])}
+    return [typed.pop(choice.key, choice) for choice in choices] + list(typed.values())
 
 
 def _refuse_early(typed: CfgNode, keys: Sequence[str], datasets: Sequence[CocoDataset]) -> None:
@@ -299,12 +301,6 @@ def config_of(choices: Sequence[Choice], overrides: Sequence[str] = ()) -> CfgNo
     merge_checked(cfg, nested((choice.key, choice.value) for choice in choices), "the choice")
     merge_overrides(cfg, overrides)
     return cfg
-
-
-def _with_overrides(choices: Sequence[Choice], overrides: Sequence[str]) -> list[Choice]:
-    """The choices, where typed values replace chosen ones. Typed keys that are not among the choices come at the end."""
-    typed = {key: Choice(key, value, TYPED) for key, value in _typed_values(config_of(choices, overrides), overrides[::2])}
-    return [typed.pop(choice.key, choice) for choice in choices] + list(typed.values())
 
 
 def _typed_values(cfg: CfgNode, keys: Sequence[str]) -> Iterator[tuple[str, Any]]:

@@ -205,14 +205,8 @@ def _figures_of(records: Records) -> list[str]:
     known = [(value, -iteration) for iteration, value in zip(iterations, precision, strict=True) if math.isfinite(value)]
     best, when = max(known, default=(math.nan, 0))  # the first of equal figures
     last = [[math.nan, *_series(records, name)[1]][-1] for name in ("total_loss", key, second)]
-    return [
-        str(max(records) + 1),
-        _text(last[0], 4),
-        _text(best, 2),
-        str(-when) if known else "n/a",
-        _text(last[1], 2),
-        _text(last[2], 2),
-    ]
+    found = [_text(last[0], 4), _text(best, 2), str(-when) if known else "n/a", _text(last[1], 2), _text(last[2], 2)]
+    return [str(max(records) + 1), *found]
 
 
 def _main_figures(records: Records) -> list[str]:

@@ -22,6 +22,7 @@ from cpvt_det.models.deformable_detr import (
 from cpvt_det.models.detector import Memory
 from cpvt_det.models.detr import DecoderLayer
 from cpvt_det.models.encoder import Encoder, EncoderLayer
+from cpvt_det.models.hybrid_encoder import ConvNorm, RepVGGBlock
 from cpvt_det.models.necks import ProjectionNeck
 from cpvt_det.ops import routes
 from cpvt_det.position import build_position
@@ -112,6 +113,17 @@ def projection():
     return ProjectionNeck([48], [16], C), ([drawn(3, 48, 6, 10)], mask), None
 
 
+def convolution_block(kind, *arguments):
+    """Of the hybrid encoder, with drawn statistics of its norms; the third image is empty."""
+    mask = padding_mask_of([(12, 9), (5, 17), (0, 0)], (12, 17))[:, None]
+    block = kind(*arguments, norm="BN")
+    for norm in block.modules():
+        if isinstance(norm, nn.BatchNorm2d):
+            nn.init.normal_(norm.running_mean)
+            nn.init.uniform_(norm.running_var, 0.5, 2)
+    return block, (drawn(3, C, 12, 17), ~mask), mask
+
+
 MAKERS = {
     nn.Linear: lambda: (nn.Linear(C, 64), (drawn(3, 200, C),), None),
     nn.Conv2d: lambda: (nn.Conv2d(C, 48, 3, padding=1), (drawn(2, C, 23, 31),), None),
@@ -123,6 +135,8 @@ MAKERS = {
     DeformableEncoderLayer: deformable_encoder_layer,
     DeformableDecoderLayer: deformable_decoder_layer,
     MixedDecoderLayer: lambda: deformable_decoder_layer(MixedDecoderLayer),
+    ConvNorm: lambda: convolution_block(ConvNorm, C, 48, 3),
+    RepVGGBlock: lambda: convolution_block(RepVGGBlock, C),
     Encoder: encoder,
     DeformableEncoder: deformable_encoder,
     ProjectionNeck: projection,
@@ -136,7 +150,8 @@ def outcome(module, arguments, padded):
     if isinstance(out, tuple) and isinstance(out[0], list):  # of a neck
         out = out[0]
     outs = [one for one in (out if isinstance(out, (list, tuple)) else [out]) if one is not None]
-    outs = [one if padded is None else one.masked_fill(padded[..., None], 0) for one in outs]
+    if padded is not None:
+        outs = [one.masked_fill(padded if padded.ndim == one.ndim else padded[..., None], 0) for one in outs]
     wanted = [one for one in (*module.parameters(), *arguments) if isinstance(one, torch.Tensor) and one.requires_grad]
     generator = torch.Generator().manual_seed(1)
     loss = sum((one * torch.randn(one.shape, generator=generator)).sum() for one in outs)
@@ -259,3 +274,19 @@ def test_an_accelerated_resnet_compiles_to_one_graph():
 def test_gradients_of_torch_func_go_through_dropout():
     layer, x = accelerate(nn.Dropout(0.5)).train(), torch.ones(3)
     assert torch.func.grad(lambda x: layer(x).sum())(x).shape == (3,)
+
+
+def test_norms_of_the_hybrid_encoder_are_folded_in_evaluation_alone():
+    """One convolution for a block of two branches and two norms; a norm that somebody watches is called."""
+    (block, (x, valid), _), calls = convolution_block(RepVGGBlock, C), []
+    block = accelerate(block).eval()
+    before = {name: value.clone() for name, value in block.state_dict().items()}
+    with torch.profiler.profile() as profile:
+        block(x, valid)
+    names = [event.name for event in profile.events()]
+    assert not any("batch_norm" in name for name in names)
+    assert sum(name in ("aten::conv2d", "_Convolution") for name in names) == 1
+    assert all(torch.equal(value, before[name]) for name, value in block.state_dict().items())
+    block.conv2.norm.register_forward_hook(lambda *_: calls.append(1))
+    block(x, valid)
+    assert calls == [1]

@@ -82,9 +82,9 @@ def test_contents_are_the_features_of_the_chosen_tokens():
     found = queries(memory_of(), LEVELS)
     learned.load_state_dict(queries.state_dict(), strict=False)
     assert torch.equal(found.references, learned(memory_of(), LEVELS).references)
-    proposals, tokens = queries._propose(memory_of(), LEVELS, 4)
+    tokens, _, logits = queries._score(memory_of(), LEVELS, 4)
     for image in range(2):
-        best = sorted(range(21), key=lambda token: -proposals.logits[0, image, token, 0])[:4]
+        best = sorted(range(21), key=lambda token: -logits[image, token, 0])[:4]
         assert torch.equal(found.content[image], tokens[image, best])
     assert not found.content.requires_grad and tokens.requires_grad
     assert "query_embed.weight" not in queries.state_dict()

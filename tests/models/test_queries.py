@@ -121,8 +121,12 @@ def test_in_the_decoder_positions_follow_the_boxes_or_stay(refined):
 
 
 def test_proposals_with_classes_are_chosen_by_their_best_class_and_alone_seen_by_the_loss():
-    queries = source(class_proposals=True)
-    found, (everything, _) = queries(memory_of(), LEVELS), queries._propose(memory_of(), LEVELS, 4)
+    queries, of_objects = source(class_proposals=True), source()
+    of_objects.load_state_dict(queries.state_dict())
+    asked = []
+    queries.bbox_embed.register_forward_pre_hook(lambda _, inputs: asked.append(inputs[0].shape))
+    found, everything = queries(memory_of(), LEVELS), of_objects(memory_of(), LEVELS).proposals
+    assert [shape[:2] for shape in asked] == [(2, 4)]  # of no other token
     scores = everything.logits[0].amax(-1)
     assert found.proposals.logits.shape == (1, 2, 4, 3) and found.proposals.by_class
     for image in range(2):

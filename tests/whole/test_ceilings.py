@@ -14,10 +14,10 @@ from cpvt_det.cli import main
 
 PACKAGE = ROOT / "cpvt_det"
 CEILINGS = {
-    "code lines": 21_856,
+    "code lines": 21_854,
     "code lines of data/": 3_750,
     "files": 252,
-    "functions": 2_141,
+    "functions": 2_131,
     "rooms": 22,
     "arrows between rooms": 102,
     "keys of the config": 129,

@@ -108,7 +108,7 @@ def _registered(name: str, path: Path) -> Layout:
     names = list(data_format.splits(path))
     of_split = defaultdict(list)
     for one in sorted(names, key=lambda one: PREFERRED.index(one.lower()) if one.lower() in PREFERRED else len(PREFERRED)):
-        of_split[_split_of(one)].append(one)
+        of_split[{"trainval": "train", "dev": "val"}.get(one.lower(), split_named(one))].append(one)
     others = of_split.pop("", []) if of_split.keys() - {""} else []
     for own in of_split.values():
         if own[0].lower() in PREFERRED:  # train alone, as trainval has the same images
@@ -126,11 +126,6 @@ def _registered(name: str, path: Path) -> Layout:
         lambda: _read_together([(split, data_format.read(path, one)) for one, split in splits.items()]),
         [f"not read: splits {few(others)}; name them in a config, or divide all with --new-split"] if others else [],
     )
-
-
-def _split_of(name: str) -> str:
-    """``train``, ``val`` or ``test`` of a format's own split."""
-    return {"trainval": "train", "dev": "val"}.get(name.lower(), split_named(name))
 
 
 def _can_be_used(splits: Mapping[str, object]) -> bool:

@@ -71,7 +71,8 @@ class Issues:
         group = groups.setdefault(heading, Group())
         group.count += 1
         if len(group.examples) < self.examples:
-            group.examples.append(_printable(where))
+            # Names in JSON may contain line breaks and invalid characters.
+            group.examples.append("".join(one if one.isprintable() else repr(one)[1:-1] for one in where))
 
     def add(self, others: "Issues") -> None:
         """Add the issues of a further part of the same source."""
@@ -164,8 +165,3 @@ def summary(found: Iterable[Issues]) -> str:
 
 def _advice(found: Iterable[Issues]) -> str:
     return "" if any(one.errors for one in found) else "; DATASETS.ON_BAD drop leaves out these images and boxes"
-
-
-def _printable(text: str) -> str:
-    """The text with unprintable characters escaped: names in JSON may contain line breaks and invalid characters."""
-    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)

@@ -51,7 +51,8 @@ def image_fault(image: Any) -> Fault | None:
     where = f"image {image['id']}"
     if not isinstance(image["file_name"], str):
         return "file names that are not text", f"{where} has file_name {image['file_name']!r}"
-    if not all(_is_side(image[side]) for side in ("height", "width")):
+    sides = image["height"], image["width"]
+    if not all(is_number(side) and side % 1 == 0 and 1 <= side <= LARGEST_SIDE for side in sides):
         return "images of an impossible size", f"{where} ({image['file_name']}) has size {image['height']!r} x {image['width']!r}"
     return None
 
@@ -117,10 +118,6 @@ def clip_box(box: list[float], size: Size) -> tuple[list[float] | None, str | No
 def is_number(value: Any) -> bool:
     """Whether a value is a finite number in the range of pixels."""
     return isinstance(value, (int, float)) and -LARGEST_NUMBER < value < LARGEST_NUMBER
-
-
-def _is_side(value: Any) -> bool:
-    return is_number(value) and value % 1 == 0 and 1 <= value <= LARGEST_SIDE
 
 
 def _vanishes(x0: float, y0: float, x1: float, y1: float) -> bool:
