@@ -522,7 +522,7 @@ CASES = [
         "image of height 0",
         entry("images", height=0),
         "images[0]: image 1 (1.png) has size 0 x 60",
-        guard=rule('if not all(is_number(side) and side % 1 == 0 and 1 <= side <= LARGEST_SIDE for side in sides):'),
+        guard=rule("if not all(is_number(side) and side % 1 == 0 and 1 <= side <= LARGEST_SIDE for side in sides):"),
     ),
     DataCase(
         "several faults at once",

@@ -710,7 +710,9 @@ QUIRKS = [
         "splits Train, Validation..._train: 5 images",
         touches=("lists",),
         guard=text_of(
-            "folders/layouts.py", 'return {"trainval": "train", "dev": "val"}.get(name.lower(), split_named(name))', "return name"
+            "folders/layouts.py",
+            'of_split[{"trainval": "train", "dev": "val"}.get(one.lower(), split_named(one))].append(one)',
+            "of_split[one].append(one)",
         ),
     ),
     # XML

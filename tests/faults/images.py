@@ -207,7 +207,7 @@ BEHIND = decoder("if kind == PNG and _has_text_behind_pixels(file):", "if False:
 PLACES = decoder("Image.Image.getexif(image).get(", "Image.Exif().get(")  # no place is looked at
 HIGH_BYTE = decoder("if image.mode not in SIXTEEN_BITS and not _is_wide_portable(image):", "if True:")
 KNOWN_RANGE = decoder("if image.mode in NO_RANGE and not _is_wide_portable(image):", "if False:")
-ONE_PIXEL = Cut("data/validation/rules.py", "1 <= value <= LARGEST_SIDE", "2 <= value <= LARGEST_SIDE")
+ONE_PIXEL = Cut("data/validation/rules.py", "1 <= side <= LARGEST_SIDE", "2 <= side <= LARGEST_SIDE")
 
 CASES = [
     DataCase(
