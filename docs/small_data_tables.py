@@ -162,7 +162,7 @@ def peers() -> list[Row]:
     for key, runs in sorted(found.items()):
         seconds = f"{statistics.mean(run['cpu_seconds'] for run in runs):,.0f}"
         rows.append([*key, seconds, _steps(runs), _mean(runs, "AP"), _mean(runs, "AP50"), str(len(runs))])
-    return _table(["data", "budget", "detector", "CPU s", "steps", "AP", "AP50", "seeds"], rows)
+    return _table(["data", "budget", "detector", "CPU s", "steps", "AP", "AP50", "runs"], rows)
 
 
 def _detector(record: Record) -> str:
@@ -170,7 +170,7 @@ def _detector(record: Record) -> str:
         return ", ".join(["FCOS", *filter(None, [record.get("label")])])
     weights = record["chosen"]["MODEL"]
     starter = "the first starter" if weights.get("WEIGHTS_SHA256") == FIRST_STARTER else "the starter"
-    return f"ours, from {starter if weights.get('WEIGHTS') else 'ImageNet weights'}"
+    return f"ours, from {starter if weights.get('WEIGHTS') else 'ImageNet'}"
 
 
 def trials() -> list[Row]:

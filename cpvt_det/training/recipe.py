@@ -231,7 +231,7 @@ def model_choices(plan: Plan, data: DataFacts, machine: MachineFacts) -> list[Ch
         Choice("DATALOADER.NUM_WORKERS", 0 if machine.cores <= 2 else min(8, machine.cores // (2 * machine.processes))),
         *step_choices(plan, rate, backbone_rate, "1e-3 for 4 images, by the root of the batch"),
         Choice("SOLVER.POINTS_LR_MULTIPLIER", 1.0),
-        Choice("TEST.NMS", 0.7, "a young detector finds some objects twice"),
+        Choice("TEST.NMS", 0.6, "a young detector finds some objects twice"),
     ]
 
 
