@@ -14,15 +14,15 @@ from nodes import free_port
 SIGNAL_IN_STEP = """
 import os, signal
 import cpvt_det.solver.step as step
-take, real = step.TrainStep.__call__, step.TrainStep._update
+take, real = step.TrainStep.__call__, step.TrainStep._clip
 def start(self, samples, iteration):
     self.now = iteration
     return take(self, samples, iteration)
-def call(self, argument):
+def call(self, *arguments):
     if self.now == {iteration}:
         os.kill(os.getpid(), signal.{signum})
-    return real(self, argument)
-step.TrainStep.__call__, step.TrainStep._update = start, call
+    return real(self, *arguments)
+step.TrainStep.__call__, step.TrainStep._clip = start, call
 """
 """Python in which a process sends itself a signal in the middle of a step, where it has changed nothing yet."""
 

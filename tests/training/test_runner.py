@@ -305,7 +305,7 @@ def test_an_unreadable_image_names_itself(train, drawn_coco, workers):
 def test_an_error_between_two_steps_loses_none_and_one_within_is_not_saved(train, monkeypatch, where):
     """Resumed, the run is the run never interrupted; half a step would not be."""
     whole = train("whole", DATASETS__TEST=())
-    owner, name = (RunGuard, "obey_signals") if where == "between" else (TrainStep, "_update")
+    owner, name = (RunGuard, "obey_signals") if where == "between" else (TrainStep, "_clip")
     real, calls = getattr(owner, name), []
 
     def fail(self, *arguments):

@@ -92,7 +92,7 @@ def test_a_second_signal_leaves_at_once_and_takes_the_workers_along(start, runne
     """The first waits for a step that never ends."""
     here = tmp_path / "here"
     slow = "import time, cpvt_det.solver.step as s\n"
-    slow += f"s.TrainStep._update = lambda *a: [open({str(here)!r}, 'w').close(), time.sleep(100)]"
+    slow += f"s.TrainStep._clip = lambda *a: [open({str(here)!r}, 'w').close(), time.sleep(100)]"
     process, folder = start(runner, "run", before=slow, **LONG, DATASETS__TEST=())
     wait_for(here.exists)
     for _ in range(2):
