@@ -31,10 +31,12 @@ class FastConv2d(nn.Conv2d):
         return convolve(self, x, self.weight, self.bias) if self.padding_mode == "zeros" else super().forward(x)
 
 
-def can_fold(convolution: nn.Module, norm: nn.Module) -> bool:
-    """Whether a convolution computes exactly what torch's does, and the norm after it has fixed statistics; no hook sees them."""
+def can_fold(convolution: nn.Module, norm: nn.Module, x: Tensor) -> bool:
+    """Whether a convolution of ``x`` computes exactly what torch's does, and the norm after it has fixed statistics; no hook sees
+    them. Traced programs keep their batch norms."""
     is_torch_s = type(convolution) in (nn.Conv2d, FastConv2d) and convolution.padding_mode == "zeros"
-    is_fixed = type(norm) is FrozenBatchNorm2d or (isinstance(norm, MaskedBatchNorm2d) and not norm.training)
+    is_batch_norm = isinstance(norm, MaskedBatchNorm2d) and not norm.training and routes.is_plain(x)
+    is_fixed = type(norm) is FrozenBatchNorm2d or is_batch_norm
     return is_torch_s and is_fixed and not (routes.is_watched(convolution) or routes.is_watched(norm))
 
 
@@ -43,7 +45,7 @@ class FastConvNorm(ConvNorm):
 
     def forward(self, x: Tensor, valid: Tensor | None, after: Tensor | None = None) -> Tensor:
         """Arguments and result as in :meth:`ConvNorm.forward`."""
-        if not (routes.is_plain(x) and can_fold(self.conv, self.norm)):
+        if not can_fold(self.conv, self.norm, x):
             return super().forward(x, valid, after)
         if valid is not None and max(self.conv.kernel_size) > 1:
             x = x.masked_fill(~valid, 0)
@@ -56,7 +58,7 @@ class FastRepVGGBlock(RepVGGBlock):
     def forward(self, x: Tensor, valid: Tensor | None) -> Tensor:
         """(B, C, H, W) -> the same. Only outputs of padded cells may differ: there, the 1x1 convolution alone sees the padding."""
         branches = [] if self.conv2 is None else [self.conv1, self.conv2]
-        if not (branches and routes.is_plain(x) and all(can_fold(branch.conv, branch.norm) for branch in branches)):
+        if not (branches and all(can_fold(branch.conv, branch.norm, x) for branch in branches)):
             return super().forward(x, valid)
         x = x if valid is None else x.masked_fill(~valid, 0)
         return F.silu(convolve(self.conv1.conv, x, *self.merged()))

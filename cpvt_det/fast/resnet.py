@@ -100,7 +100,7 @@ class FastMaskedOps(MaskedOps):
 
     def convolve(self, convolution: nn.Conv2d, norm: nn.Module, x: Tensor, stride: int, residual: Tensor | None = None) -> Tensor:
         """``norm(convolution(x))``, at this stride, plus the residual, if any."""
-        if not can_fold(convolution, norm):
+        if not can_fold(convolution, norm, x):
             return super().convolve(convolution, norm, x, stride, residual)
         x = convolve(convolution, x, *folded(convolution, norm))
         return x if residual is None else x.add_(residual)

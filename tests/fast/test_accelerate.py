@@ -290,3 +290,18 @@ def test_norms_of_the_hybrid_encoder_are_folded_in_evaluation_alone():
     block.conv2.norm.register_forward_hook(lambda *_: calls.append(1))
     block(x, valid)
     assert calls == [1]
+
+
+def test_a_resnet_with_batch_norms_folds_them_in_evaluation():
+    _, (images, mask), _ = resnet()
+    plain = ResNetBackbone("resnet18", stages=(3, 5), width=32, norm="BN").eval()
+    for norm in plain.modules():
+        if isinstance(norm, nn.BatchNorm2d):
+            nn.init.normal_(norm.running_mean, std=0.1)
+            nn.init.uniform_(norm.running_var, 0.5, 2)
+    fast = accelerate(copy.deepcopy(plain))
+    with torch.profiler.profile() as profile:
+        found = fast(images, mask)
+    assert not any("batch_norm" in event.name for event in profile.events())
+    for one, other in zip(found, plain(images, mask), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=2e-5 * float(other.detach().abs().max()))

@@ -14,7 +14,7 @@ from cpvt_det.cli import main
 
 PACKAGE = ROOT / "cpvt_det"
 CEILINGS = {
-    "code lines": 21_854,
+    "code lines": 21_855,
     "code lines of data/": 3_750,
     "files": 252,
     "functions": 2_131,
