@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A ResNet with frozen norms folded into its convolutions, and with a separate canvas for each image of a padded batch.
+"""A ResNet with fixed norms folded into its convolutions, and with a separate canvas for each image of a padded batch.
 
 If a backbone keeps the padding at zero, an image's features are the same, up to rounding, on a canvas of its own size. So nothing
 needs to be computed for the rest of the batch's canvas.
@@ -85,7 +85,7 @@ def in_parts(
 
 
 class FastMaskedOps(MaskedOps):
-    """Masked operations that fold frozen norms into convolutions, and write zeros only to the padding if images are rectangles."""
+    """Masked operations that fold fixed norms into convolutions, and write zeros only to the padding if images are rectangles."""
 
     @functools.cached_property
     def sizes(self) -> list[Size] | None:
