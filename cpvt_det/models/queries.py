@@ -224,7 +224,8 @@ class ProposedQueries(nn.Module):
         hybrid = self.hybrid if learning else 0
         count = self.num_queries + hybrid
         tokens, starts, logits = self._score(memory, levels, count)
-        if self.class_proposals and self.nms_threshold == 1:  # neither the loss nor NMS sees the boxes of other tokens
+        # Neither the loss nor NMS sees the boxes of tokens that are not chosen. The choice below keeps these in their order.
+        if self.class_proposals and self.nms_threshold == 1:
             chosen = self._choose(logits, None, count)
             tokens, starts, logits = (_pick(part, chosen) for part in (tokens, starts, logits))
         with without_autocast(memory):

@@ -131,6 +131,7 @@ def choose_settings(
     if "TEST.EVAL_PERIOD" in overrides[::2]:  # EVAL_PERIOD would have no effect next to EVAL_EPOCHS
         length = [choice for choice in length if choice.key != "TEST.EVAL_EPOCHS"]
     choices = [*choices, *length]
+    # Typed values replace chosen ones; typed keys that are not among the choices come at the end.
     typed = {key: Choice(key, value, TYPED) for key, value in _typed_values(config_of(choices, overrides), overrides[::2])}
     return [typed.pop(choice.key, choice) for choice in choices] + list(typed.values())
 
