@@ -11,6 +11,8 @@ convolutions with GroupNorm. AdamW, cosine schedule, moving average, flips and f
 
 ``--seconds`` are the CPU seconds that the command used for its budget, which is wall time. They are those of the whole process:
 imports, checks of the data, and two evaluations, at half of the time and at the end.
+
+``--beside CHECKPOINT`` also times both detectors on single validation images, from the resized image to boxes, NMS included.
 """
 
 import math
@@ -22,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torchvision.models.detection import FCOS
@@ -37,6 +40,7 @@ from benchmarks.machine import machine, versions
 from benchmarks.origin import commit_of
 from cpvt_det import builders
 from cpvt_det.checkpoint.initial import load_backbone_weights
+from cpvt_det.checkpoint.trained import Trained, load_trained
 from cpvt_det.cli import common_options, report_errors
 from cpvt_det.cli.folder import folder_config
 from cpvt_det.common.boxes import cxcywh_to_xyxy
@@ -44,6 +48,7 @@ from cpvt_det.common.files import write_json
 from cpvt_det.common.memory import usable_cores
 from cpvt_det.common.structures import Detections
 from cpvt_det.data.mapper import Sample
+from cpvt_det.evaluation.answers import detect
 from cpvt_det.solver.ema import MovingAverage
 from cpvt_det.training.recipe import average_decay
 from cpvt_det.training.tasks.task import Task, build_task
@@ -53,6 +58,7 @@ CHANNELS, CONVOLUTIONS = 128, 2
 BOX_BIAS = 3.0
 """Initial bias of the box branch. A ReLU follows it, so with a bias of 0 half of the outputs would not learn."""
 WARM_UP = 0.03  # share of the time
+TIMED_IMAGES = 40
 TIMED = 20  # steps after which the length of the run is estimated, for the moving average
 WORDS = "MODEL.BACKBONE.NAME timm/tf_efficientnet_lite0 MODEL.BACKBONE.WEIGHTS pip MODEL.BACKBONE.NORM FrozenBN"
 WORDS += " MODEL.BACKBONE.FREEZE_AT 5 MODEL.BACKBONE.STAGES (3,4,5) INPUT.RESIZE_CROP.ENABLED False DATALOADER.NUM_WORKERS 0"
@@ -171,6 +177,26 @@ def _of_average(average: MovingAverage, learned: nn.Module, model: FCOS, task: T
     return found
 
 
+@torch.no_grad()
+def time_inference(model: FCOS, ours: Trained, task: Task, dataset: Any) -> dict[str, Any]:
+    """Median CPU milliseconds of both on single images, each image by both in turn; and quartiles of the images' ratios."""
+    model.eval()
+    postprocess, loader = builders.build_postprocessor(ours.cfg), builders.build_test_loader(ours.cfg, dataset.records)
+    of_ours = [sample for samples in loader for sample in samples][:TIMED_IMAGES]
+    of_peer = [sample for samples in task.build_test_loader(dataset) for sample in samples][:TIMED_IMAGES]
+    times = []
+    for one, other in zip(of_ours * 3, of_peer * 3, strict=True):
+        begin = time.process_time()
+        detect(ours.detector, postprocess, [one])
+        middle = time.process_time()
+        model([other["image"] / 255])
+        times.append((middle - begin, time.process_time() - middle))
+    times = np.array(times)[TIMED_IMAGES:]  # the first round warms up
+    found = dict(zip(("ours", "fcos"), (1000 * np.median(times, axis=0)).round(2).tolist(), strict=True))
+    ratios = np.percentile(times[:, 1] / times[:, 0], [25, 50, 75]).round(3).tolist()
+    return {"ms": found, "fcos over ours, quartiles": ratios, "images": TIMED_IMAGES, "canvas": ours.cfg.INPUT.MIN_SIZE_TEST}
+
+
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("name")
 @click.argument("folder", type=click.Path(path_type=Path, resolve_path=True))
@@ -178,16 +204,28 @@ def _of_average(average: MovingAverage, learned: nn.Module, model: FCOS, task: T
 @click.option("--seconds", default=600.0, show_default=True, help="CPU seconds of the whole process.")
 @click.option("--rate", default=2.5e-4, show_default=True, help="Learning rate; the best of four on a fifth of Aquarium.")
 @click.option("--seed", default=0, show_default=True)
+@click.option("--beside", type=click.Path(path_type=Path, exists=True), help="A checkpoint of ours, whose inference is timed too.")
 @click.option("--output", type=click.Path(path_type=Path), default=Path("output/small_data_peers"), show_default=True)
 @click.option("--busy", is_flag=True, help="Measure although the machine has other work; the record shows it.")
 @common_options
 @report_errors
-def main(name: str, folder: Path, budget: str, seconds: float, rate: float, seed: int, output: Path, busy: bool) -> None:
+def main(
+    name: str,
+    folder: Path,
+    budget: str,
+    seconds: float,
+    rate: float,
+    seed: int,
+    beside: Path | None,
+    output: Path,
+    busy: bool,
+) -> None:
     """Train FCOS on FOLDER with one thread, and write OUTPUT/NAME_BUDGET_fcos_SEED.json."""
     load = check_load(busy)
     torch.set_num_threads(1)
     torch.manual_seed(seed)
-    words = f"--budget {budget} --seconds {seconds:g} --rate {rate:g} --seed {seed}{' --busy' * busy}"
+    words = f"--budget {budget} --seconds {seconds:g} --rate {rate:g} --seed {seed}"
+    words += " --beside CHECKPOINT" * bool(beside) + " --busy" * busy
     command = f"python benchmarks/dense_peer.py {name} FOLDER {words}"
     found = {"command": command, "commit": commit_of(ROOT), "machine": machine("cpu", load), "versions": versions()}
     found |= {"cores": usable_cores(), "seed": seed, "budget": budget, "seconds": seconds, "rate": rate}
@@ -200,7 +238,9 @@ def main(name: str, folder: Path, budget: str, seconds: float, rate: float, seed
         model = build_peer(backbone, cfg.MODEL.NUM_CLASSES)
         start = time.perf_counter()
         found |= train(model, task, task.training_records(train_sets), tests[0], seconds, rate, seed)
-    found |= {"wall_seconds": round(time.perf_counter() - start, 1), "cpu_seconds": round(time.process_time(), 1)}
+        found |= {"wall_seconds": round(time.perf_counter() - start, 1), "cpu_seconds": round(time.process_time(), 1)}
+        if beside:
+            found["inference"] = time_inference(model, load_trained(beside), task, tests[0])
     path = output / f"{name}_{budget}_fcos_{seed}.json"
     write_json(found, path)
     click.echo(f"{path}: AP {found['AP']:.1f}, AP50 {found['AP50']:.1f}, {found['iterations']} steps, {found['cpu_seconds']:.0f} s")

@@ -208,6 +208,24 @@ def dino() -> list[Row]:
     return rows
 
 
+def real_time() -> list[Row]:
+    """How many times as fast RT-DETRv2 and D-FINE are as transformers'."""
+    rows = [["model", "pass", "image", "theirs as it comes", "theirs at its best", "two threads, as it comes", "at its best"]]
+    alone, both = (read_bench(f"real_time_cpu{threads}")["cases"] for threads in ("", "_2threads"))
+    of_both = {case["name"]: _ours(case, "wall") for case in both}
+    for case in alone:
+        about, padded = case["about"], " padded" in case["name"]
+        image = f"{about['image']}{', ' + about['padded'] + ' padded' if padded else ''}"
+        figures = [*_ours(case, "cpu"), *of_both.get(case["name"], ["", ""])]
+        rows.append([about["model"], about["pass"], image, *figures])
+    return rows
+
+
+def _ours(case: dict[str, Any], clock: str) -> list[str]:
+    of = {row["name"]: row for row in case["rows"]}["cpvt_det"]
+    return [_times(of[f"ratio_{clock}"]), _times(of[f"over_peer_{clock}"])]
+
+
 def dino_memory() -> list[Row]:
     record, name = DINO_RECORDS["IDEA-Research/DINO"]
     of = rows_of(record, f"{name} 640x640 b2 training step")
@@ -409,6 +427,7 @@ TABLES: dict[str, Callable[[], list[Row]]] = {
     "whole models": whole_models,
     "dino": dino,
     "dino memory": dino_memory,
+    "real time": real_time,
     "half precision": half_precision,
     "memory": memory,
     "PEG beside sine": peg_beside_sine,

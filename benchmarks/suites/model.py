@@ -71,6 +71,7 @@ class Shape:
     batch: int
     passes: str
     sizes: tuple[Size, ...] = ()
+    stride: int = STRIDE
 
     @property
     def model(self) -> str:
@@ -90,7 +91,7 @@ class Shape:
 
     @property
     def canvas(self) -> Size:
-        height, width = (-(-max(sides) // STRIDE) * STRIDE for sides in zip(*self.image_sizes, strict=True))
+        height, width = (-(-max(sides) // self.stride) * self.stride for sides in zip(*self.image_sizes, strict=True))
         return height, width
 
     @property
@@ -263,8 +264,8 @@ def encode(detector: Detector, features: list[Tensor], masks: list[Tensor], back
     return memory.detach()
 
 
-def make_inputs(shape: Shape, device: str, stride: int = STRIDE) -> tuple[PaddedBatch, list[Targets]]:
-    """Noise for images, and objects anywhere, from a fixed seed; sides of the canvas are multiples of ``stride``."""
+def make_inputs(shape: Shape, device: str) -> tuple[PaddedBatch, list[Targets]]:
+    """Noise for images, and objects anywhere, from a fixed seed."""
     generator = torch.Generator().manual_seed(0)
     targets = []
     for _ in range(shape.batch):
@@ -273,7 +274,7 @@ def make_inputs(shape: Shape, device: str, stride: int = STRIDE) -> tuple[Padded
         labels = torch.randint(DETR.classes, (OBJECTS,), generator=generator)
         targets.append(Targets(labels, torch.cat((centres, sides), 1)).to(device))
     images = [torch.randn(3, *size, generator=generator).to(device) for size in shape.image_sizes]
-    return PaddedBatch.from_images(images, stride), targets
+    return PaddedBatch.from_images(images, shape.stride), targets
 
 
 def make_work(shape: Shape, options: Options) -> Work:

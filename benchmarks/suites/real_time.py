@@ -76,10 +76,11 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def shapes(size: str) -> list[Shape]:
     """The cases of one model: one image, an oblong one, a step of two, a step with padding; for ``quick`` small images."""
+    shape = partial(Shape, DETR, stride=STRIDE)
     if size == "quick":
-        return [Shape(DETR, SMALL, 1, PASSES[0]), Shape(DETR, SMALL, 2, PASSES[1])]
-    alone = [Shape(DETR, canvas, 1, PASSES[0]) for canvas in (CANVAS, OBLONG)]
-    return [*alone, Shape(DETR, CANVAS, 2, PASSES[1]), Shape(DETR, CANVAS, 2, PASSES[1], PADDED[0])]
+        return [shape(SMALL, 1, PASSES[0]), shape(SMALL, 2, PASSES[1])]
+    alone = [shape(canvas, 1, PASSES[0]) for canvas in (CANVAS, OBLONG)]
+    return [*alone, shape(CANVAS, 2, PASSES[1]), shape(CANVAS, 2, PASSES[1], PADDED[0])]
 
 
 def cases(options: Options) -> list[Case]:
@@ -98,7 +99,7 @@ def cases(options: Options) -> list[Case]:
 
 def make_work(model: str, shape: Shape, options: Options) -> Work:
     """transformers as it comes and, at inference, with channels last and compiled; ours with sine, and with PEG."""
-    batch, targets = make_inputs(shape, options.device, STRIDE)
+    batch, targets = make_inputs(shape, options.device)
     theirs = their_model(model, options.device)
     same, peg = (our_model(model, theirs.module, position, options.device) for position in ("sine", "peg"))
     make = partial(make_contender, shape, batch, targets)

@@ -49,8 +49,9 @@ class Group:
     Attributes:
         name: name of the group.
         config: path of the YAML config, relative to the plan.
-        seeds: number of runs of each variant, with seeds from 0 on; a seed determines the weights and the order of the data.
+        seeds: number of runs of each variant; a seed determines the weights and the order of the data.
         variants: name -> config keys of the variant.
+        first_seed: the seeds are this number and the next ones; not 0 for runs that choose something for the others.
         keys: config keys of all variants.
         beside: variants of earlier groups, as ``group/variant``, that tables show with these.
         baselines: variants that the others are compared with, of this group or of ``beside``.
@@ -66,6 +67,7 @@ class Group:
     config: str
     seeds: int
     variants: Mapping[str, Mapping[str, Any]]
+    first_seed: int = 0
     keys: Mapping[str, Any] = field(default_factory=dict)
     beside: Sequence[str] = ()
     baselines: Sequence[str] = ()
@@ -76,9 +78,14 @@ class Group:
     title: str = ""
     bars: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def seed_range(self) -> range:
+        """All seeds."""
+        return range(self.first_seed, self.first_seed + self.seeds)
+
     def runs(self) -> Iterator["Run"]:
         """All runs, seed by seed, so that an interrupted study has pairs."""
-        for seed in range(self.seeds):
+        for seed in self.seed_range:
             yield from (Run(self, variant, seed) for variant in self.variants)
 
 
@@ -103,6 +110,26 @@ class Run:
 
 
 @dataclass(frozen=True)
+class Question:
+    """A comparison that the plan names before its runs.
+
+    Attributes:
+        text: the question, in words.
+        group: name of the group.
+        variant: variant that is asked about.
+        baseline: variant of the same group that it is compared with.
+        value: data set of the group's sweeps -> weight; the sum of the main figure over them, so weighted, is compared. Empty: the
+            main figure on the training's own test data.
+    """
+
+    text: str
+    group: str
+    variant: str
+    baseline: str
+    value: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Plan:
     """A whole study.
 
@@ -113,6 +140,7 @@ class Plan:
         evaluations: name -> config keys of an evaluation, such as another data set or another size of the images.
         sweeps: name -> data set of ``data`` or name in ``evaluations`` -> its number on an axis.
         groups: groups in the order of running.
+        questions: what the study is to answer.
     """
 
     folder: Path
@@ -121,6 +149,7 @@ class Plan:
     evaluations: Mapping[str, Mapping[str, Any]]
     sweeps: Mapping[str, Mapping[str, float]]
     groups: Sequence[Group]
+    questions: Sequence[Question] = ()
     _fingerprints: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
     _figures: dict[str, tuple[str, ...]] = field(default_factory=dict, repr=False, compare=False)
     _configs: dict[str, CfgNode] = field(default_factory=dict, repr=False, compare=False)  # by file: a study has hundreds of runs
@@ -243,11 +272,16 @@ def load_plan(path: str | Path) -> Plan:
         data = [DrawnData(name, keys["images"], keys["seed"], _spec(keys)) for name, keys in content.get("data", {}).items()]
         groups = [_group(name, keys) for name, keys in content["groups"].items()]
         measured = content.get("evaluations", {}), content.get("sweeps", {})
-        plan = Plan(path.parent, Path(content["output"]), data, *measured, groups)
+        questions = [Question(**keys) for keys in content.get("questions", [])]
+        plan = Plan(path.parent, Path(content["output"]), data, *measured, groups, questions)
         for sweep, sets in plan.sweeps.items():
             _require_known(f"data set of sweep {sweep}", sets, [*(drawn.name for drawn in data), *plan.evaluations])
         for number, group in enumerate(groups):
             _check_group(plan, group, groups[:number])
+        for question in questions:
+            group = plan.group(question.group)
+            _require_known(f"variant in question {question.text!r}", (question.variant, question.baseline), group.variants)
+            _require_known(f"data set in question {question.text!r}", question.value, _swept(plan, group))
     except ConfigError:
         raise
     except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
@@ -258,12 +292,12 @@ def load_plan(path: str | Path) -> Plan:
 def _check_group(plan: Plan, group: Group, earlier: Sequence[Group]) -> None:
     _require_known(f"sweep of group {group.name}", group.sweeps, plan.sweeps)
     _require_known(f"probe of group {group.name}", group.probes, VERSIONS)
-    swept = [name for sweep in group.sweeps for name in plan.sweeps[sweep]]
+    swept = _swept(plan, group)
     _require_known(f"data set in 'bars' of group {group.name}", group.bars.values(), swept)
     variants = [f"{other.name}/{variant}" for other in earlier for variant in other.variants]
     _require_known(f"variant of an earlier group in 'beside' of group {group.name}", group.beside, variants)
     _require_known(f"baseline of group {group.name}", group.baselines, [*group.variants, *group.beside])
-    before = [f"{other.name}/{variant}/{seed}" for other in earlier for variant in other.variants for seed in range(other.seeds)]
+    before = [f"{other.name}/{variant}/{seed}" for other in earlier for variant in other.variants for seed in other.seed_range]
     for run in group.runs():
         _require_known(f"run of an earlier group that {run.name} starts from", plan.origins(run), before)
     for variant in group.variants:
@@ -273,6 +307,11 @@ def _check_group(plan: Plan, group: Group, earlier: Sequence[Group]) -> None:
         _check_config(cfg)
     for name in swept:
         plan.swept_config_of(next(group.runs()), name)
+
+
+def _swept(plan: Plan, group: Group) -> list[str]:
+    """The data sets that the models of a group are evaluated on."""
+    return [name for sweep in group.sweeps for name in plan.sweeps[sweep]]
 
 
 def _check_config(cfg: CfgNode) -> None:

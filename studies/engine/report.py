@@ -23,6 +23,7 @@ from studies.engine.corrections import (
 )
 from studies.engine.figures import draw_bars, draw_figure
 from studies.engine.plan import Group, Plan, load_plan
+from studies.engine.questions import answers_of
 from studies.engine.run import Record, is_done, read_record
 from studies.engine.statistics import Curves, holm, interval, paired, unpaired
 
@@ -64,6 +65,8 @@ def write_report(path: Path) -> list[Path]:
         for probe in group.probes:
             if measured := probe_figures(probe, records):
                 parts.append(f"### {probe}\n\n{curve_tables(group, measured, _three_digits)}")
+    if plan.questions:
+        parts += ["## Questions", *answers_of(plan, groups)]
     parts += [*whole_study(plan, groups), _account(plan)]
     report = plan.folder / "report.md"
     report.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
@@ -76,7 +79,7 @@ def read_group(plan: Plan, group: Group) -> dict[str, dict[int, Record]]:
     runs = list(plan.runs())
     for name in (*group.beside, *group.variants):
         of = name if "/" in name else f"{group.name}/{name}"
-        seeds = (run for run in runs if run.name.rpartition("/")[0] == of and run.seed < group.seeds)
+        seeds = (run for run in runs if run.name.rpartition("/")[0] == of and run.seed in group.seed_range)
         records = {run.seed: record for run in seeds if (record := read_record(plan, run))}
         if records:
             found[name] = records

@@ -77,6 +77,12 @@ def told(folder):
     }
 
 
+QUESTIONS = [
+    {"text": "Is PEG better?", "group": "main", "variant": "peg", "baseline": "learned"},
+    {"text": "Does it keep more?", "group": "main", "variant": "peg", "baseline": "learned", "value": {"val": 2.0}},
+]
+
+
 def write_plan(path, content):
     path.parent.mkdir(exist_ok=True)
     (path.parent / "tiny.yaml").write_text(CONFIG.format(base=ROOT / "configs" / "_detectron2.yaml"))
@@ -310,6 +316,10 @@ def group_of(**changes):
     return {"groups": {"a": {"config": "tiny.yaml", "seeds": 1, "variants": {"v": {}}, **changes}}}
 
 
+def asking(**changes):
+    return group_of() | {"questions": [{"text": "Why?", "group": "a", "variant": "v", "baseline": "v", **changes}]}
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -330,6 +340,10 @@ def group_of(**changes):
         ({"data": {"train": {"images": 3, "seed": 0, "sides": [8, 9]}}}, "sides"),
         ({"data": {"train": {"seed": 0}}}, "images"),
         ({"groups": []}, "is not a study plan"),
+        (asking(variant="w"), "variant in question 'Why.' 'w'"),
+        (asking(group="b"), "group of the study 'b'"),
+        (asking(value={"val": 1.0}), "data set in question 'Why.' 'val'"),
+        (asking(texts="x"), "is not a study plan"),
     ],
 )
 def test_a_plan_that_cannot_be_run_is_refused_before_the_first_run(tmp_path, changes, said):
@@ -356,7 +370,8 @@ def test_report_tells_means_intervals_and_differences(done):
         for sweep in kept["measured"]["sweeps"].values():
             sweep["val"] = 10.0 + place**2
         load_plan(path).record_path(name).write_text(json.dumps(kept))
-    files = write_report(path)
+    asked = write_plan(path.with_name("asked.yaml"), {**yaml.safe_load(path.read_text()), "questions": QUESTIONS})
+    files = write_report(asked)
     text = files[0].read_text()
     mean, half = interval([14.0, 26.0])
     row, against, *_ = (line for line in text.split("## main")[1].splitlines() if line.startswith("| peg"))
@@ -379,6 +394,10 @@ def test_report_tells_means_intervals_and_differences(done):
     learned = next(line for line in text.split("### AP by shape")[1].splitlines() if line.startswith("| learned"))
     assert learned.split("|")[-2].strip() == "n/a"
     assert "Of 1 differences to learned" in text.split("### all sweeps")[1]  # val: 3 and 7; wide: learned has none
+    row = next(line for line in text.split("## Questions")[1].splitlines() if "keep" in line)
+    # differences 2 x (14 - 11) and 2 x (26 - 19): 10, with an error of 4, and 25.45 is t(1) of 0.9875, for two questions
+    expected = ["peg less learned", "+10.0 ± 101.8", "no further apart than 111.8", "2"]
+    assert [cell.strip() for cell in row.split("|")[3:-1]] == expected
     hours = sum(record(path, name)["cpu_seconds"] + record(path, name)["measured"]["cpu_seconds"] for name in NAMES) / 3600
     assert f"7 of 7 runs; {hours:.1f} hours of one core" in text
 
