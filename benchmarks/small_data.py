@@ -86,15 +86,15 @@ def write_split(root: Path, datasets: list[CocoDataset]) -> None:
     write_json(found | {"categories": categories}, root / "_annotations.coco.json")
 
 
-def train(folder: Path, output: Path, budget: str, seed: int, words: tuple[str, ...]) -> dict[str, float]:
+def train(folder: Path, output: Path, budget: str, seed: int, start: str, words: tuple[str, ...]) -> dict[str, float]:
     """Run the command in a process of its own; its wall and CPU seconds, starting and choosing included."""
     command = [sys.executable, "-W", "ignore", "-m", "cpvt_det", "train", str(folder), "--budget", budget]
-    start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
-    command += import_words().split()
+    begin, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    command += [*(["--start", start] if start else []), *import_words().split()]
     subprocess.run([*command, "OUTPUT_DIR", str(output), "SEED", str(seed), *words], check=True, cwd=ROOT)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return {"seconds": round(time.perf_counter() - start, 1), "cpu_seconds": round(cpu, 1)}
+    return {"seconds": round(time.perf_counter() - begin, 1), "cpu_seconds": round(cpu, 1)}
 
 
 def outcome(output: Path) -> dict[str, Any]:
@@ -120,6 +120,7 @@ def outcome(output: Path) -> dict[str, Any]:
 @click.argument("words", nargs=-1)
 @click.option("--budget", default="30m", show_default=True, help="As of cpvt-det train.")
 @click.option("--seed", default=0, show_default=True)
+@click.option("--start", default="", help="As of cpvt-det train.")
 @click.option("--label", default="", help="What the words change, for the record's name.")
 @click.option("--images", type=click.IntRange(1), help="Number of training images, drawn by a fixed seed.  [default: all]")
 @click.option("--picture", is_flag=True, help="Keep detections beside the ground truth, as a JPEG beside the record.")
@@ -133,6 +134,7 @@ def main(
     words: tuple[str, ...],
     budget: str,
     seed: int,
+    start: str,
     label: str,
     images: int | None,
     picture: bool,
@@ -141,7 +143,8 @@ def main(
 ) -> None:
     """Train on FOLDER, and write OUTPUT/NAME_BUDGET_ENCODING[_LABEL][_IMAGES_images]_SEED.json."""
     load = check_load(busy)
-    options = ["--budget", budget, "--seed", str(seed), *(["--label", label] if label else [])]
+    options = ["--budget", budget, "--seed", str(seed), *(["--start", start] if start else [])]
+    options += ["--label", label] if label else []
     options += [*(["--images", str(images)] if images else []), *["--busy"] * busy, *import_words().split()]
     command = shlex.join(["python", "benchmarks/small_data.py", name, "FOLDER", *options, *words])
     found = {"command": command, "commit": commit_of(ROOT), "machine": machine("cpu", load), "versions": versions()}
@@ -149,7 +152,7 @@ def main(
     found |= {"label": label, "words": list(words)}
     with tempfile.TemporaryDirectory() as place:
         source = write_part(folder, images, Path(place)) if images else folder
-        seconds = train(source, Path(place) / "run", budget, seed, words)
+        seconds = train(source, Path(place) / "run", budget, seed, start, words)
         found |= seconds | outcome(Path(place) / "run")
         encoding = found["chosen"]["MODEL"]["POSITION"]["NAME"].replace("sine_offset", "sine")
         parts = filter(None, (name, budget, encoding, label, f"{images}_images" if images else "", str(seed)))
