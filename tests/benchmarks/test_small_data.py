@@ -65,7 +65,7 @@ def test_joined_folders_have_the_images_and_boxes_of_each_and_one_class_of_a_nam
 
 @pytest.mark.usefixtures("quiet_machine")
 def test_a_record_has_the_last_figures_and_names_no_folder(monkeypatch, tmp_path):
-    def train(folder, output, budget, seed, words):
+    def train(folder, output, budget, seed, start, words):
         (output / "pictures").mkdir(parents=True)
         Image.new("RGB", (8, 6)).save(output / "pictures/detections.png")
         rows = [{"iteration": 3, "total_loss": 1.0}, {"iteration": 4, **FIGURES, "bbox/AP50": 5.0}, {"iteration": 9, **FIGURES}]
