@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """FCOS beside our detector: what it is given, and what of its answers is measured."""
 
+import itertools
 import json
 from types import SimpleNamespace
 
@@ -9,9 +10,12 @@ import torch
 from click.testing import CliRunner
 
 from benchmarks import dense_peer
+from cpvt_det.builders import build_detector
+from cpvt_det.cli.folder import folder_config
 from cpvt_det.common.structures import Targets
 from cpvt_det.data.shapes.dataset import draw_dataset
 from cpvt_det.models.backbones import ResNetBackbone
+from cpvt_det.training.tasks.task import build_task
 
 WORDS = "MODEL.BACKBONE.NAME resnet10 MODEL.BACKBONE.WIDTH 8 MODEL.BACKBONE.NORM GN MODEL.BACKBONE.FREEZE_AT 0"
 WORDS += " MODEL.BACKBONE.STAGES (3,4,5) INPUT.RESIZE_CROP.ENABLED False DATALOADER.NUM_WORKERS 0"
@@ -75,3 +79,22 @@ def test_a_run_ends_by_its_cpu_seconds_and_has_the_curve(tmp_path, monkeypatch):
     assert record["cpu_seconds"] == pytest.approx(10, abs=1) and len(record["curve"]) == 2
     assert list(record["curve"])[-1] == str(record["iterations"]) and record["iterations"] > dense_peer.TIMED
     assert 0.9 <= record["decay"] < 0.9998 and 0 <= record["AP"] <= record["AP50"]
+
+
+def test_both_are_timed_on_the_same_images(tmp_path, monkeypatch):
+    """One at a time, three times, of which the first does not count. The clock gives 2 seconds to ours and 3 to the peer."""
+    draw_dataset(tmp_path / "shapes", 4, 4, num_processes=1)
+    words = f"{WORDS} MODEL.META_ARCHITECTURE CPVTDetr MODEL.BACKBONE.STAGES (5,) MODEL.DETR.HIDDEN_DIM 16 MODEL.DETR.NHEADS 2"
+    cfg, _ = folder_config(tmp_path / "shapes", tmp_path / "place", f"{words} MODEL.DETR.NUM_OBJECT_QUERIES 5".split())
+    task = build_task(cfg)
+    _, tests = task.load_splits()
+    detector, seen = build_detector(cfg).eval(), {"ours": [], "peer": []}
+    detector.register_forward_pre_hook(lambda _, args: seen["ours"].append(args[0].shape[0]))
+    peer = small_peer(cfg.MODEL.NUM_CLASSES)
+    peer.register_forward_pre_hook(lambda _, args: seen["peer"].append(len(args[0])))
+    monkeypatch.setattr(dense_peer, "TIMED_IMAGES", 3)
+    ticks = itertools.accumulate(itertools.cycle([0.0, 2.0, 3.0]))
+    monkeypatch.setattr(dense_peer.time, "process_time", lambda: next(ticks))
+    found = dense_peer.time_inference(peer, SimpleNamespace(cfg=cfg, detector=detector), task, tests[0])
+    assert seen == {"ours": [1] * 9, "peer": [1] * 9} and not peer.training
+    assert found == {"ms": {"ours": 2000.0, "fcos": 3000.0}, "fcos over ours, quartiles": [1.5] * 3, "images": 3, "canvas": 64}
