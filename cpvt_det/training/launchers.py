@@ -18,9 +18,9 @@ class Launcher(NamedTuple):
 
     Attributes:
         name: name of the launcher on the command line.
-        rank: variable of the index of the process.
-        size: variable of the number of processes.
-        local_rank: variable of the index of the process on its machine.
+        rank: variable with the index of the process.
+        size: variable with the number of processes.
+        local_rank: variable with the index of the process on its machine.
     """
 
     name: str
