@@ -33,7 +33,7 @@ FOLDER_FILES = ("config.json", CONFIG, WEIGHTS, f"{WEIGHTS}.sha256", CLASSES, TH
 EXPORTED = {".onnx": "onnx", ".xml": "openvino"}
 """File name suffix of an exported program -> its format."""
 SUFFIXES = (".pth", ".pt", ".bin", ".safetensors", ".pkl", ".ckpt", ".yaml", *EXPORTED)
-"""Suffixes of paths: a word that ends in one of them is never taken as a repository."""
+"""Suffixes of paths: a word that ends in one of them is never taken for a repository."""
 
 
 REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")

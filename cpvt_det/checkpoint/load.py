@@ -95,7 +95,7 @@ def load_weights(
 
     Args:
         model: model that is changed in place.
-        weights: weights as for :func:`cpvt_det.checkpoint.read_weights`, or its result.
+        weights: as in :func:`cpvt_det.checkpoint.read_weights`, or its result.
         class_names: names of the model's labels 0..K-1. If the weights' classes are known and differ, rows of the class heads, and
             vectors of classes for denoising, are selected by class name; "no object", the last row, remains the last one.
 

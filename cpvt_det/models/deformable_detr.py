@@ -387,8 +387,8 @@ class DeformableDETR(Detector):
         prior_probability: initial probability of every class if sigmoids are used; ``None`` for softmax.
         pixel_mean, pixel_std: mean and standard deviation per channel, in pixel values from 0 to 255.
         frozen: names of parts that are not trained, as in :meth:`Detector.freeze`.
-        neck: user-defined neck; ``None``: :class:`MultiLevelNeck`.
-        queries: user-defined query source; ``None``: :class:`LearnedQueries`, or :class:`ProposedQueries` for two stages.
+        neck: user-defined neck; ``None`` for :class:`MultiLevelNeck`.
+        queries: user-defined query source; ``None`` for :class:`LearnedQueries`, or :class:`ProposedQueries` for two stages.
 
     Raises:
         UnknownNameError: a name in ``frozen`` that matches no part.

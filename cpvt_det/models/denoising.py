@@ -26,7 +26,7 @@ class ContrastiveDenoising(nn.Module):
     """Groups of query pairs for every object; the positive must find its object again, and the negative must find none.
 
     For a positive, each corner of the object's box is moved by less than half a side; for a negative, by half a side to a whole
-    side. The content of a query is a learned vector of the object's class, which label noise may replace by another class. Every
+    side. The content of a query is a learned vector of the object's class, which label noise may replace by another. Every
     group holds all objects once. Groups do not see each other, and the other queries see none of them, but every group sees the
     other queries. T is the largest number of objects in an image of the batch. An image with fewer objects is padded with
     queries of zero content.

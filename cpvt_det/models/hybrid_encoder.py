@@ -50,7 +50,7 @@ class ConvNorm(nn.Module):
 
         Args:
             x: (B, C, H, W) float; values under the padding do not matter.
-            valid: (B, 1, H, W) bool, True = valid; ``None``: nothing is padded.
+            valid: (B, 1, H, W) bool, True = valid; ``None`` if nothing is padded.
             after: mask of the output's cells, in the form of ``valid``, for a stride above 1. A level may have padding even if the
                 next one has none.
         """

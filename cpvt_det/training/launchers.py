@@ -53,7 +53,7 @@ def variables_of_group(environment: Mapping[str, str]) -> dict[str, str]:
         runs alone.
 
     Raises:
-        ConfigError: a process that is one of several without the address of the others; the message gives the command to use.
+        ConfigError: a process that is one of several but lacks the others' address; the message gives the command to use.
     """
     found = {name: environment[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if environment.get(name)}
     name = "RANK and WORLD_SIZE"

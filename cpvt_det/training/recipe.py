@@ -168,7 +168,7 @@ def first_plan(data: DataFacts, machine: MachineFacts, least_canvas: int = SMALL
         bound = f"small objects should have sides of {LOWER_QUARTER}" if needed > least_canvas else "the least for photographs"
     why = f"{bound}; the lower quarter of the objects has sides of {canvas * data.sides[1]:.0f} pixels then"
     if machine.device == "cpu":
-        why_batch = "on a CPU steps of few images learn more per minute"
+        why_batch = "on a CPU, steps with few images learn more per minute"
         return Plan(canvas, 2, why_canvas=why, why_batch=why_batch, least_canvas=least_canvas)
     return Plan(canvas, 8 * machine.processes, why_canvas=why, why_batch="8 images for each GPU", least_canvas=least_canvas)
 

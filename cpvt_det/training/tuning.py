@@ -86,7 +86,7 @@ def choose_start(word: str | None, device: str, keys: Sequence[str], tell: Calla
     """The start of a run: the typed one, otherwise the best one for the device among those on this machine.
 
     Args:
-        word: value of ``--start``: public weights, a file, a folder, a repository, ``auto`` or ``none``; ``None``: not given.
+        word: value of ``--start``: public weights, a file, a folder, a repository, ``auto`` or ``none``; ``None`` if not given.
         device: cpu or cuda.
         keys: keys that the user typed; if one of them belongs to MODEL, only a typed start is used.
         tell: function that is called with a line that names the start and the reason.

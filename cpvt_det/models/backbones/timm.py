@@ -335,7 +335,7 @@ def _run_again(block: nn.Module, *args: object) -> object:
 
 
 def _run_block(block: nn.Module, cells: ValidCells | None, *args: object) -> object:
-    """Run a block with its batch set, because the backward pass that recomputes the block does not know the batch."""
+    """Run a block while its batch is set, because the backward pass that recomputes the block does not know the batch."""
     with of_batch(cells):
         return type(block).forward(block, *args)
 
@@ -366,7 +366,7 @@ BATCH_NORMS = {"BN": (MaskedBatchNorm2d, _BatchNormAct), "SyncBN": (MaskedSyncBa
 
 
 def _replace_norms(body: nn.Module, norm: str, is_masked: bool) -> None:
-    """Replace timm's trained batch norms, and its group norms, by norms that can leave out the padding."""
+    """Replace timm's trained batch norms, and its group norms, with norms that can leave out the padding."""
     for name, module in list(body.named_modules()):
         has_act = hasattr(module, "act")
         if isinstance(module, nn.BatchNorm2d) and norm in BATCH_NORMS and module.bias is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Object detection: COCO-style data sets are read, boxes are predicted, and metrics contain AP."""
+"""Object detection: read COCO-style data sets, predict boxes, measure AP."""
 
 import logging
 from collections.abc import Sequence
