@@ -103,5 +103,7 @@ def _check_settings(cfg: CfgNode) -> None:
     """Refuse settings that cannot be evaluated, before data are read and training starts."""
     if not is_classifier(cfg):
         name = cfg.MODEL.META_ARCHITECTURE
-        raise ConfigError(f"TASK is {cfg.TASK!r}, but MODEL.META_ARCHITECTURE {name!r} is no classifier; set it to CPVTClassifier")
+        raise ConfigError(
+            f"TASK is {cfg.TASK!r}, but MODEL.META_ARCHITECTURE {name!r} is not a classifier; set it to CPVTClassifier"
+        )
     build_class_mapper(cfg)

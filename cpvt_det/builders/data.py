@@ -155,7 +155,7 @@ def build_test_loader(cfg: CfgNode, records: Sequence[ImageRecord]) -> torch.uti
 
 
 def check_evaluation(cfg: CfgNode) -> None:
-    """Refuse evaluation settings that cannot be used before training starts.
+    """Before training starts, refuse evaluation settings that cannot be used.
 
     Raises:
         ConfigError: an unknown evaluator, a number of detections below 1, impossible tiles, or a threshold that is not a score.

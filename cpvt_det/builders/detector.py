@@ -140,7 +140,7 @@ def _deformable_detr_arguments(
         look_forward_twice: a layer's loss corrects the previous boxes too (DINO); needs box_refinement.
         final_norm: one norm between the decoder's layers and their heads (DINO).
         mixed_supervision: each object trains several queries, before these attend to each other (MS-DETR).
-        eval_layers: number of decoder layers, from the first, that run in evaluation and prediction; 0: all.
+        eval_layers: number of decoder layers, from the first, that run in evaluation and prediction; 0 for all.
         implementation: kernel of deformable attention: auto, numba, triton, eager, export or grid_sample.
     """
     source = cfg.MODEL.QUERIES.NAME
@@ -193,17 +193,17 @@ def _real_time_arguments(
     """RT-DETR and D-FINE: a hybrid encoder with DETR.ENC_LAYERS attention layers, and refined proposals.
 
     Args:
-        encoder_channels: channels of the encoder; 0: DETR.HIDDEN_DIM, those of the decoder.
-        encoder_feedforward: inner channels of the encoder's feed-forward networks; 0: DETR.DIM_FEEDFORWARD.
+        encoder_channels: channels of the encoder; 0 takes those of the decoder, DETR.HIDDEN_DIM.
+        encoder_feedforward: inner channels of the encoder's feed-forward networks; 0 takes DETR.DIM_FEEDFORWARD.
         fusion: convolutions across levels: csp (RT-DETR) or elan (D-FINE).
         expansion: inner width of these convolutions, as a fraction of the encoder's channels.
         depth: blocks in each CSP layer.
         norm: norms of neck and encoder, over valid cells only: BN, SyncBN, GN or none.
         points: sampling points per head in the decoder, one number for all levels or one per level, such as (3, 6, 3) in D-FINE.
         look_forward_twice: a layer's loss corrects the previous boxes too; only without bins.
-        bins: D-FINE's decoder: number of bins (32) for the distance that a box side moves; 0: boxes are refined.
-        bin_scale: a box's size over this is the unit in which its sides move; D-FINE-X: 8; weights contain theirs.
-        eval_layers: number of decoder layers, from the first, that run in evaluation and prediction; 0: all.
+        bins: number of D-FINE's bins (32) for the distance that a box side moves; 0 refines boxes instead.
+        bin_scale: a box's size divided by this (8 in D-FINE-X) is the unit in which its sides move; weights contain their own.
+        eval_layers: number of decoder layers, from the first, that run in evaluation and prediction; 0 for all.
         implementation: kernel of deformable attention: auto, numba, triton, eager, export or grid_sample.
     """
     if bins and look_forward_twice:

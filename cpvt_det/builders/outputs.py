@@ -44,7 +44,7 @@ def build_postprocessor(cfg: CfgNode) -> PostProcessor:
         ConfigError: a classifier, or a value of these keys that cannot be used.
     """
     if is_classifier(cfg):
-        raise ConfigError(f"MODEL.META_ARCHITECTURE {cfg.MODEL.META_ARCHITECTURE!r} is no detector; set TASK to classification")
+        raise ConfigError(f"MODEL.META_ARCHITECTURE {cfg.MODEL.META_ARCHITECTURE!r} is not a detector; set TASK to classification")
     with config_errors("TEST.DETECTIONS_PER_IMAGE, TEST.NMS"):
         return PostProcessor(build_classification(cfg), cfg.TEST.DETECTIONS_PER_IMAGE, cfg.TEST.NMS)
 

@@ -29,7 +29,7 @@ class BestSoFar:
     counted: int = -1
 
     def take(self, figure: float, iteration: int) -> bool:
-        """Take the figure of an evaluation; return whether it is the highest so far. NaN (a test set without objects) never is."""
+        """Take the figure of an evaluation; return whether it is the highest so far. NaN (a test set without objects) is never."""
         better = figure == figure and (self.figure is None or figure > self.figure)
         if better:
             self.figure, self.iteration = figure, iteration
@@ -52,13 +52,13 @@ class BestSoFar:
         }
 
     def compares_with(self, state: dict[str, Any]) -> bool:
-        """Whether the run of a state decided by the same figure on the same test set. Missing names, as in older checkpoints or in
+        """Whether the run of a state used the same figure on the same test set. Missing names, as in older checkpoints or in
         runs without evaluations, are not compared."""
         same_test = not self.test or state.get("best_test", self.test) == self.test
         return state.get("best_figure", self.name) == self.name and same_test
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the state of a run, or reset it if the run decided by a different figure or test set, which cannot be compared."""
+        """Load the state of a run, or reset it if that run used a different figure or test set, which cannot be compared."""
         if not self.compares_with(state):
             self.__init__(self.name, self.test)
             return

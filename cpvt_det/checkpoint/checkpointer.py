@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of a run, in detectron2's layout, so that each of the two runners can resume a run of the other.
+"""Checkpoints of a run, in detectron2's layout, so that either runner can resume the other's runs.
 
 ``{"model", "trainer": {"iteration", "_trainer": {"iteration", "optimizer", "grad_scaler"}}, "iteration", "cpvt_det"}``; the last
 node is ours. Data order and random state are not saved: both follow from the seed and the iteration.

@@ -247,7 +247,7 @@ def detect_source(state_dict: Mapping[str, Tensor]) -> str | None:
     for architecture, marker in OTHERS.items():
         if name := next((name for name in state_dict if re.search(marker, name)), None):
             raise WeightsError(
-                f"weights of {architecture}, by their name {name}, and no model here is one; give weights of DETR, "
+                f"weights of {architecture} (by the name {name}) are not supported; give weights of DETR, "
                 "Deformable-DETR, DAB-Deformable-DETR, DINO, RT-DETR or D-FINE"
             )
     found = [source for source, conversion in CONVERSIONS.items() if conversion.is_source_of(state_dict)]

@@ -217,7 +217,7 @@ def _read(path: str | os.PathLike[str]) -> tuple[CfgNode, Weights, ExportedModel
         model = ExportedModel(program, origin)
     except (KeyError, TypeError, ValueError) as error:
         raise WeightsError(
-            f"{origin} is no file of cpvt-det export, or an older one: it does not contain the config of its model; export it again"
+            f"{origin} is not a file of cpvt-det export, or is an older one: it lacks the config of its model; export it again"
         ) from error
     return config_of_weights(weights), weights, model
 

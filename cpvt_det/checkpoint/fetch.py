@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fetch public weights to this machine, through huggingface_hub or, for other addresses, torch.hub.
 
-A file gets its final name only after it was checked. While one process fetches a file, others that need it wait. Importing this
-module fetches nothing.
+A file gets its final name only after it has been checked. While one process fetches a file, others that need it wait. Importing
+this module fetches nothing.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ FOLDER_FILES = ("config.json", CONFIG, WEIGHTS, f"{WEIGHTS}.sha256", CLASSES, TH
 EXPORTED = {".onnx": "onnx", ".xml": "openvino"}
 """File name suffix of an exported program -> its format."""
 SUFFIXES = (".pth", ".pt", ".bin", ".safetensors", ".pkl", ".ckpt", ".yaml", *EXPORTED)
-"""Suffixes of paths: a word that ends in one of them is never taken as a repository."""
+"""Suffixes of paths: a word that ends in one of them is never taken for a repository."""
 
 
 REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -97,7 +97,7 @@ def fetch(start: Start) -> Path:
     if (found := find(start)) is not None:
         return found
     if not start.places:
-        raise WeightsError(f"{start.name} has no address to fetch it from: get it by {start.page} and put it at {path_of(start)}")
+        raise WeightsError(f"{start.name} has no address to fetch it from: get it from {start.page} and put it at {path_of(start)}")
     reasons = []
     for place in start.places:
         try:
@@ -129,7 +129,7 @@ def fetch_folder(repo_id: str, **options: Any) -> Path:
     with hub_errors(f"fetch {repo_id} from"):
         folder = Path(snapshot_download(repo_id, allow_patterns=list(FOLDER_FILES), **options))
     if not (folder / WEIGHTS).is_file():  # the folder does not even exist if no file was fetched
-        raise WeightsError(f"{repo_id} on Hugging Face's hub has no {WEIGHTS}: it is no model that is known here")
+        raise WeightsError(f"{repo_id} on Hugging Face's hub has no {WEIGHTS}: it is not a model known here")
     return folder
 
 
@@ -191,6 +191,8 @@ def _require_same(path: Path, place: Place) -> None:
     """Refuse a file other than the one in the table, compared by hash or, if the hash is unknown, by size."""
     megabytes = path.stat().st_size / 1e6
     if not place.sha256 and place.megabytes and not 0.95 < megabytes / place.megabytes < 1.05:
-        raise WeightsError(f"{path} has {megabytes:.0f} MB, and that of {place.url} {place.megabytes}; remove it, and try again")
+        raise WeightsError(
+            f"{path} has {megabytes:.0f} MB, but that of {place.url} has {place.megabytes}; remove it, and try again"
+        )
     if place.sha256 and sha256_of(path) != place.sha256:
         raise WeightsError(f"{path} is not the file of {place.url}: its SHA-256 should be {place.sha256}; remove it, and try again")

@@ -25,7 +25,7 @@ PREFIXES = ("module.", "model.", "net.", "detector.")
 INSIDE = re.compile(r"(^|(?<=\.))(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 """Parts that torch inserts anywhere in the names of compiled, sharded or checkpointed modules."""
 TRANSFORMERS = re.compile(r"model\.(encoder|decoder)\.")
-"""Beginning of names of the package transformers. All may start with ``model.``, because only the decoder names a shared head."""
+"""Start of names in transformers' weights, where ``model.`` is not a wrapper's prefix even if all names have it."""
 
 
 def read_checkpoint(path: str | Path, only_look: bool = False) -> Any:

@@ -28,7 +28,7 @@ class WeightsReport:
 
     Attributes:
         loaded: names in the model that were loaded.
-        remade: reason by name, for names in both that kept the model's initial values.
+        remade: name -> reason, for names in both whose tensors kept the model's initial values.
         missing: names in the model only; these also kept the initial values.
         unexpected: names in the weights only.
         rows_by_name: row of the weights that was loaded for each class name; ``None`` for a class that kept its initial row. Empty
@@ -95,7 +95,7 @@ def load_weights(
 
     Args:
         model: model that is changed in place.
-        weights: weights as for :func:`cpvt_det.checkpoint.read_weights`, or its result.
+        weights: as in :func:`cpvt_det.checkpoint.read_weights`, or its result.
         class_names: names of the model's labels 0..K-1. If the weights' classes are known and differ, rows of the class heads, and
             vectors of classes for denoising, are selected by class name; "no object", the last row, remains the last one.
 
@@ -242,7 +242,7 @@ def _fit(
 
 def _why_remade(name: str, tensor: Tensor, own: Tensor, meaning: str) -> str:
     if PROPOSALS_HEAD.search(name) and meaning == "both":
-        return "rows are classes in one of weights and model, and in the other row 0 means an object"
+        return "rows are classes in either the weights or the model, and in the other, row 0 means an object"
     return f"{_shape(tensor)} in the weights, {_shape(own)} in the model"
 
 

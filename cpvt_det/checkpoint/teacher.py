@@ -39,7 +39,7 @@ def load_teacher(cfg: CfgNode, classes: Classes) -> Teacher:
         return _timm_teacher(name.removeprefix("timm/"), cfg.MODEL.CLASSIFIER.TEACHER_WEIGHTS, len(classes), size, device)
     trained = load_trained(name, str(device))
     if not isinstance(trained.detector, Classifier):
-        raise WeightsError(f"MODEL.CLASSIFIER.TEACHER {name} is no classifier but a {type(trained.detector).__name__}")
+        raise WeightsError(f"MODEL.CLASSIFIER.TEACHER {name} is not a classifier but a {type(trained.detector).__name__}")
     missing = sorted(set(classes.names) - set(trained.classes.names))
     if missing:
         raise WeightsError(f"MODEL.CLASSIFIER.TEACHER {name} does not know these classes of the data: {', '.join(missing[:10])}")

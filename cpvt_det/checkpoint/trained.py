@@ -72,8 +72,8 @@ def load_trained(
     cfg = config_to_use(weights, device, config_file, overrides)
     if not any(CLASS_HEAD.search(name) for name in weights.state_dict):
         raise WeightsError(
-            f"{path} has no class head under a known name, so it is no model of cpvt_det or of {', '.join(CONVERSIONS)}; its first "
-            f"tensor is {next(iter(weights.state_dict))}"
+            f"{path} has no class head under a known name, so it is not a model of cpvt_det or of {', '.join(CONVERSIONS)}; its "
+            f"first tensor is {next(iter(weights.state_dict))}"
         )
     if weights.classes is None:
         raise WeightsError(

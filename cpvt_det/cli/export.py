@@ -55,7 +55,9 @@ CALIBRATION, FEWEST = 100, 8  # number of images to measure the ranges of activa
 )
 @click.option("--half", is_flag=True, help="Compute matrix products and convolutions in float16; OpenVINO: weights in float16.")
 @click.option("--int8", is_flag=True, help="Compute convolutions and linear layers in int8, calibrated on training images.")
-@click.option("--max-loss", type=float, metavar="AP", help="Evaluate model and file; refuse a larger loss (with --int8: 1).")
+@click.option(
+    "--max-loss", type=float, metavar="AP", help="Evaluate model and file; refuse a larger loss than this.  [with --int8: 1]"
+)
 @click.option("--config-file", default="", metavar="FILE", help="Config for weights that do not contain one.")
 @common_options
 @click.argument("overrides", nargs=-1, metavar="[KEY VALUE]...")

@@ -101,12 +101,12 @@ def choose_run(
     if resume and path.is_file():
         if not _is_for(folder, path):
             raise ConfigError(
-                f"--resume: there is no run on {folder} to go on with, and {path} is of other data; leave --resume out for a new "
-                f"run, or go on with that one by --config-file {path}"
+                f"--resume: there is no run on {folder} to continue, and {path} belongs to other data; leave --resume out for a "
+                f"new run, or continue that one by --config-file {path}"
             )
         if budget or data_format or new_split or start:
             raise ConfigError(
-                f"--resume goes on with the data and the length of {path}: leave out --budget, --format, --new-split and --start; "
+                f"--resume uses the data and the length of {path}: leave out --budget, --format, --new-split and --start; "
                 "a larger SOLVER.EPOCHS trains longer"
             )
         return str(path), tuple(overrides)
@@ -134,7 +134,7 @@ def choose_run(
     opened = choose_start(start, machine.device, list(typed), tell)  # first, because it may need to be fetched
     cfg, datasets, found = _read(folder, path.parent / "data", overrides, data_format, new_split)
     if resume:
-        click.echo(f"--resume: there is no run in {output} to go on with; this one starts at iteration 0")
+        click.echo(f"--resume: there is no run in {output} to continue; this one starts at iteration 0")
     for line in found:
         tell(line)
     settled = [Choice("OUTPUT_DIR", output), Choice("SEED", 0)]
@@ -176,7 +176,7 @@ def _output_of(folder: Path, resume: bool) -> str:
     else:
         without_checkpoint = [one for one in ours if not Path(one, LAST).is_file() and not is_in_use(Path(one))]
         output = without_checkpoint[0] if without_checkpoint else next(one for one in outputs if one not in begun)
-        said = f"{first} has a run already: this one goes to {output}; --resume continues the last one"
+        said = f"{first} already has a run: this one goes to {output}; --resume continues the last one"
     if output != first:
         click.echo(said)
     return output
@@ -210,7 +210,7 @@ def _read(
     data = check_datasets(cfg)
     require_no_errors(data.issues, cfg.DATASETS.ON_BAD)
     if not data.tests:
-        raise ConfigError("DATASETS.TEST is empty: a run on a folder measures itself on a validation set; leave the key out")
+        raise ConfigError("DATASETS.TEST is empty: a run on a folder is evaluated on a validation set; leave the key out")
     datasets = [data.train[0], data.tests[0]]
     refuse_overlap(*datasets)
     written = [f"which images are where: {', '.join(found.written)}"] if found.written else []

@@ -80,7 +80,7 @@ def predict(
     filmed = is_film(source)
     _require_usable(threshold, batch, overrides, every, filmed)
     if track and not filmed:
-        raise BadInputError(f"--track is for films, and {source} is none")
+        raise BadInputError(f"--track is for films, and {source} is not one")
     output = output.expanduser()
     paths, unreadable = ([], []) if filmed else find_files(source, output)
     if unreadable:

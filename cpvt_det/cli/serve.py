@@ -15,8 +15,8 @@ MOST = 2
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("weights", metavar="WEIGHTS [WEIGHTS]", nargs=-1, required=True)
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at; others let other machines connect.")
-@click.option("--port", default=8765, show_default=True, help="Port to listen at; 0 takes a free one.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; any other lets other machines connect.")
+@click.option("--port", default=8765, show_default=True, help="Port to listen on; 0 takes a free one.")
 @click.option(
     "--allow-host",
     "names",

@@ -100,9 +100,9 @@ def attention(
 def position(sources: tuple[str, ...], output: Path, size: str, source: str, config_file: str) -> None:
     """Draw what position encodings do, for several models side by side.
 
-    A config (.yaml) gets random weights; a checkpoint or a model folder has its own. added.png shows what each encoding adds, by
-    groups of channels, to images alone and padded; kernels.png shows PEG's kernels. For DETR models, attention.png shows the first
-    encoder attention after the encoding, averaged over images and heads, by position of query and key and by their offset.
+    A config (.yaml) gets random weights; a checkpoint or a model folder has its own. added.png shows, by groups of channels, what
+    each encoding adds to images alone and to padded ones; kernels.png shows PEG's kernels. For DETR models, attention.png shows the
+    first encoder attention after the encoding, averaged over images and heads, by position of query and key and by their offset.
 
     \b
     Example:

@@ -112,7 +112,7 @@ def build_detector_backbone(cfg: CfgNode) -> nn.Module | None:
         except masking.InexactError as error:
             raise ConfigError(
                 f"backbone {node.NAME} of detectron2 cannot keep the padding out of its features: {error}; choose another one, or "
-                "use it anyway, with features that depend on the batch, by MODEL.BACKBONE.MASK_PADDING False"
+                "set MODEL.BACKBONE.MASK_PADDING False and accept features that depend on the batch"
             ) from error
 
 

@@ -103,7 +103,7 @@ def difference(found: Detections, expected: Detections, nms: float = 1.0) -> tup
     Scores are compared by rank. Boxes are compared in one-to-one pairs of the same label, chosen for the smallest differences in
     box and score, because the order of detections with equal scores is not defined. With NMS, a detection that rounding moves
     across the threshold does not count as a difference. Then only the best score and the remaining boxes are compared, and
-    according to the found boxes, exactly the others must be copies.
+    the suppressed detections must be exactly the copies among the found boxes.
 
     Args:
         found: n detections, best first; with NMS, copies have the score 0.

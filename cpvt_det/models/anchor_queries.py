@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queries that are boxes: their positions are computed from the boxes at every layer. Learned boxes are one such source (DAB-DETR).
+"""Queries that are boxes: at every layer, their positions follow from the boxes. The boxes may be learned, as in DAB-DETR.
 
 Place in the pipeline: after the encoder, before the decoder; a query source like those of ``models/queries.py``.
 """
@@ -14,7 +14,7 @@ from cpvt_det.common.structures import Levels, Targets
 from cpvt_det.layers.heads import MLP, full_precision, without_autocast
 from cpvt_det.models.queries import QUERY_REGISTRY, Queries, at_least_one, sines_of_boxes
 
-FARTHEST_LOGIT = 3.0  # limit of the initial logits of learned boxes, whose numbers start between 0.05 and 0.95
+FARTHEST_LOGIT = 3.0  # limit of the initial logits of learned boxes, whose coordinates start between 0.05 and 0.95
 
 
 class BoxPositions:
@@ -28,9 +28,9 @@ class BoxPositions:
 
         Args:
             channels: C, a multiple of 4.
-            scaled_positions: whether positions are multiplied by a function of the output of the decoder layer before.
-            position_sines: whether positions are made from the sines of the boxes' numbers; ``False`` makes them from the numbers
-                themselves.
+            scaled_positions: whether positions are multiplied by a function of the output of the previous decoder layer.
+            position_sines: whether positions are made from the sines of the boxes' coordinates; ``False`` makes them from the
+                coordinates themselves.
 
         Raises:
             ValueError: channels that are not a multiple of 4.
@@ -46,7 +46,7 @@ class BoxPositions:
 
         Args:
             boxes: (B, Q, 4) float, cxcywh in [0, 1] of the unpadded image.
-            decoded: (B, Q, C) float, output of the decoder layer before; ``None`` before the first layer.
+            decoded: (B, Q, C) float, output of the previous decoder layer; ``None`` before the first layer.
 
         Returns:
             (B, Q, C).
@@ -66,7 +66,7 @@ class AnchorQueries(BoxPositions, nn.Module):
     Args:
         channels: C, a multiple of 4.
         num_queries: Q.
-        scaled_positions: whether positions are multiplied by a function of the output of the decoder layer before.
+        scaled_positions: whether positions are multiplied by a function of the output of the previous decoder layer.
         denoising: module that puts additional training queries before the others, such as
             :class:`cpvt_det.models.denoising.ContrastiveDenoising`; ``None`` for no such queries.
 

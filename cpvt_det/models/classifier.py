@@ -24,8 +24,8 @@ class Classifier(ImageModel):
     """A classifier on any backbone.
 
     Args:
-        backbone: a module by the contract of :data:`cpvt_det.models.backbones.BACKBONE_REGISTRY`. Its ``tokens`` are classified if
-            it has them, otherwise its last map. The head's width is that of the last map.
+        backbone: module that meets the contract of :data:`cpvt_det.models.backbones.BACKBONE_REGISTRY`. Its ``tokens`` are
+            classified if it has them, otherwise its last map. The head's width is that of the last map.
         num_classes: K.
         pool: ``token``: the class token, plus a second head for the distillation token if there is one; ``mean``: the mean over the
             unpadded cells of the last map or the unpadded patch tokens; empty: ``token`` if the backbone has one, else ``mean``.
@@ -70,7 +70,7 @@ class Classifier(ImageModel):
         Args:
             images: (B, 3, H, W) float, normalised; values under the padding do not matter.
             padding_mask: (B, H, W) bool, True = padded.
-            targets: accepted for the sake of the detectors' signature; no effect here.
+            targets: accepted to match the detectors' signature; without effect.
 
         Raises:
             TypeError: a mask that is not bool, or weights in half precision.

@@ -80,7 +80,7 @@ class DeformableEncoder(nn.Module):
     Args:
         num_layers: number of layers; 0 returns the tokens unchanged.
         layer: arguments of :class:`DeformableEncoderLayer`.
-        checkpointing: whether layers are recomputed in the backward pass instead of storing their activations.
+        checkpointing: whether to recompute layers in the backward pass instead of storing their activations.
     """
 
     def __init__(self, num_layers: int, *layer, checkpointing: bool = False):
@@ -154,7 +154,7 @@ class DeformableDecoderLayer(FeedForward):
             reference_points: (B, Q, L, 2 or 4) float.
             memory: (B, N, C) float.
             levels: layout of the memory's tokens.
-            attention_mask: (Q, Q) float, for the self-attention; ``None``: every query sees every other.
+            attention_mask: (Q, Q) float, for the self-attention; ``None`` lets every query see every other.
 
         Returns:
             (B, Q, C).
@@ -217,7 +217,7 @@ class DeformableDecoder(nn.Module):
     Args:
         num_layers: D, at least 1.
         layer: arguments of :class:`DeformableDecoderLayer`.
-        look_forward_twice: whether the loss of a layer also corrects the boxes of the layer before, from which it starts (arXiv
+        look_forward_twice: whether the loss of a layer also corrects the previous layer's boxes, from which it starts (arXiv
             2203.03605, section 3.5); otherwise it corrects only its own. No effect without box refinement.
         final_norm: whether one norm, shared by all layers, precedes the heads, as in DINO. The queries and boxes that a layer
             passes to the next do not go through it.
@@ -373,22 +373,22 @@ class DeformableDETR(Detector):
     """DETR over several levels, with deformable attention.
 
     Args:
-        backbone: a module by the contract of :data:`cpvt_det.models.backbones.BACKBONE_REGISTRY`; all its maps are used.
+        backbone: module that meets the contract of :data:`cpvt_det.models.backbones.BACKBONE_REGISTRY`; all its maps are used.
         position: the encoder's position encoding.
-        transformer: encoder and decoder of ``channels`` and of ``num_levels``.
+        transformer: encoder and decoder for ``channels`` and ``num_levels``.
         channels: C.
         num_queries: Q.
         num_logits: K', the number of logits that the classification needs for K classes.
-        num_levels: L, the number of the backbone's maps and of coarser levels, each made by a strided convolution of the level
-            before.
-        box_refinement: whether every decoder layer corrects the boxes of the layer before, with its own heads.
+        num_levels: L, the number of the backbone's maps plus coarser levels, each made from the previous one by a strided
+            convolution.
+        box_refinement: whether every decoder layer corrects the previous layer's boxes, with its own heads.
         two_stage: whether the queries are the encoder's best proposals.
         mask_padding: whether padded cells are left out of the projections' norms; ``False`` matches the official code.
         prior_probability: initial probability of every class if sigmoids are used; ``None`` for softmax.
         pixel_mean, pixel_std: mean and standard deviation per channel, in pixel values from 0 to 255.
         frozen: names of parts that are not trained, as in :meth:`Detector.freeze`.
-        neck: user-defined neck; ``None``: :class:`MultiLevelNeck`.
-        queries: user-defined query source; ``None``: :class:`LearnedQueries`, or :class:`ProposedQueries` for two stages.
+        neck: user-defined neck; ``None`` for :class:`MultiLevelNeck`.
+        queries: user-defined query source; ``None`` for :class:`LearnedQueries`, or :class:`ProposedQueries` for two stages.
 
     Raises:
         UnknownNameError: a name in ``frozen`` that matches no part.
@@ -423,11 +423,11 @@ class DeformableDETR(Detector):
             raise ValueError(f"num_levels is {len(neck.strides)}, but the transformer has {len(transformer.level_embed)}")
         if position.acts_in_attention or position.acts_in_ffn:
             acting = getattr(position, "additive", None) or position  # beside a PEG
-            where = "on the product of queries and keys, which deformable attention does not have"
-            where = where if position.acts_in_attention else "inside layers of one grid, which the cells of several levels are not"
+            where = "on the product of queries and keys, which deformable attention does not compute"
+            where = where if position.acts_in_attention else "inside layers that need one grid, and several levels are not one grid"
             raise ValueError(
-                f"{type(acting).__name__} acts {where}; use an encoding that is added or acts on the tokens, CPVTDetr or "
-                "CPVTRealTimeDetr"
+                f"{type(acting).__name__} acts {where}; use an encoding that is added or acts on the tokens, or the model "
+                "CPVTDetr or CPVTRealTimeDetr"
             )
         if two_stage and not box_refinement:
             raise ValueError("two stages need box refinement: proposals are boxes for the decoder to correct")

@@ -26,9 +26,9 @@ class ContrastiveDenoising(nn.Module):
     """Groups of query pairs for every object; the positive must find its object again, and the negative must find none.
 
     For a positive, each corner of the object's box is moved by less than half a side; for a negative, by half a side to a whole
-    side. The content of a query is a learned vector of the object's class, which label noise may replace by another class. Every
+    side. The content of a query is a learned vector of the object's class, which label noise may replace by another. Every
     group holds all objects once. Groups do not see each other, and the other queries see none of them, but every group sees the
-    other queries. T is the largest number of objects in an image of the batch. An image with fewer objects is filled up with
+    other queries. T is the largest number of objects in an image of the batch. An image with fewer objects is padded with
     queries of zero content.
 
     Random numbers are drawn from torch's global generator, which a training step seeds with the run's seed, the iteration and
@@ -70,7 +70,7 @@ class ContrastiveDenoising(nn.Module):
         Args:
             queries: the other queries, with boxes as references.
             targets: targets of the B images; some or all may have no object.
-            place: function from (B, Q, 4) boxes to the (B, Q, C) positions of queries there.
+            place: function that turns (B, Q, 4) boxes into (B, Q, C) positions of queries.
 
         Returns:
             The queries with 2 G T more before them, where G is the number of groups. Each group has its positives first, then its

@@ -44,7 +44,7 @@ class Detector(ImageModel):
 
     Attributes:
         strides: pixels per cell of each level of the transformer.
-        size_divisibility: number that the height and width of every canvas must be multiples of: the least common multiple of the
+        size_divisibility: number that must divide the height and width of every canvas: the least common multiple of the
             largest stride and the backbone's own number.
 
     Raises:

@@ -52,7 +52,7 @@ class DecoderLayer(FeedForward):
             query_positions: (B, Q, C) float, added to queries and keys of the self-attention and to the cross-attention's queries.
             memory: output of the encoder.
             padding_mask: (B, N) bool, True = padded.
-            attention_mask: (Q, Q) float, for the self-attention; ``None``: every query sees every other.
+            attention_mask: (Q, Q) float, for the self-attention; ``None`` lets every query see every other.
 
         Returns:
             (B, Q, C).
@@ -166,9 +166,9 @@ class DETR(Detector):
     """DETR on the last map of a backbone.
 
     Args:
-        backbone: a module by the contract of :data:`cpvt_det.models.backbones.BACKBONE_REGISTRY`; only its last map is used.
+        backbone: module that meets the contract of :data:`cpvt_det.models.backbones.BACKBONE_REGISTRY`; only its last map is used.
         position: the encoder's position encoding.
-        transformer: encoder and decoder of ``channels``.
+        transformer: encoder and decoder for ``channels``.
         channels: C.
         num_queries: Q.
         num_logits: K', the number of logits that the classification needs for K classes.
@@ -177,8 +177,8 @@ class DETR(Detector):
         prior_probability: initial probability of every class if sigmoids are used; ``None`` for softmax.
         pixel_mean, pixel_std: mean and standard deviation per channel, in pixel values from 0 to 255.
         frozen: names of parts that are not trained, as in :meth:`Detector.freeze`.
-        neck: user-defined neck; ``None``: :class:`ProjectionNeck`.
-        queries: user-defined query source; ``None``: :class:`QueryEmbedding`.
+        neck: user-defined neck; ``None`` for :class:`ProjectionNeck`.
+        queries: user-defined query source; ``None`` for :class:`QueryEmbedding`.
 
     Raises:
         UnknownNameError: a name in ``frozen`` that matches no part.

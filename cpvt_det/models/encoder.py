@@ -91,7 +91,7 @@ class EncoderLayer(FeedForward):
         Args:
             tokens: (B, N, C) float.
             positions: (B, N, C) float, added to queries and keys; ``None`` lets queries, keys and values share one product.
-            padding_mask: (B, N) bool, True = padded; ``None``: nothing is padded.
+            padding_mask: (B, N) bool, True = padded; ``None`` if nothing is padded.
             place: function of a position encoding that acts inside the attention, as in :class:`Attention`.
             feed: function of a position encoding that acts on the feed-forward network's inner channels, (B, N, F) -> the same.
 
@@ -118,7 +118,7 @@ class Encoder(nn.Module):
         num_layers: number of layers; 0 returns the tokens unchanged.
         pre_norm: as in :class:`EncoderLayer`; a final norm then follows the layers.
         channels, num_heads, ffn_channels, dropout, activation, norm_eps: as in :class:`EncoderLayer`.
-        checkpointing: whether layers are recomputed in the backward pass instead of storing their activations.
+        checkpointing: whether to recompute layers in the backward pass instead of storing their activations.
         drop_path: rate of the last layer, as in :class:`EncoderLayer`; it rises linearly from 0 in the first layer.
     """
 
@@ -154,7 +154,7 @@ class Encoder(nn.Module):
         Args:
             tokens: (B, N, C) float.
             positions: (B, N, C) float, or ``None``.
-            padding_mask: (B, N) bool, True = padded; ``None``: nothing is padded.
+            padding_mask: (B, N) bool, True = padded; ``None`` if nothing is padded.
             level_shapes: (H_l, W_l) of each level; N is the sum of their products.
             position: encoding that acts on the tokens and inside the attention.
 

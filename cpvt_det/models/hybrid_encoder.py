@@ -50,7 +50,7 @@ class ConvNorm(nn.Module):
 
         Args:
             x: (B, C, H, W) float; values under the padding do not matter.
-            valid: (B, 1, H, W) bool, True = valid; ``None``: nothing is padded.
+            valid: (B, 1, H, W) bool, True = valid; ``None`` if nothing is padded.
             after: mask of the output's cells, in the form of ``valid``, for a stride above 1. A level may have padding even if the
                 next one has none.
         """
@@ -84,7 +84,7 @@ class RepVGGBlock(nn.Module):
         return F.silu(x)
 
     def merged(self) -> tuple[Tensor, Tensor]:
-        """Weight and bias of one 3x3 convolution in the place of both, with their batch norms folded in."""
+        """Weight and bias of one 3x3 convolution that replaces both, with their batch norms folded in."""
         (weight, bias), (pointwise, shift) = (folded(branch.conv, branch.norm) for branch in (self.conv1, self.conv2))
         return weight + F.pad(pointwise, (1, 1, 1, 1)), bias + shift
 
@@ -269,7 +269,7 @@ class HybridEncoder(nn.Module):
 
 
 class HybridTransformer(nn.Module):
-    """A hybrid encoder and a decoder, by the contract of :class:`cpvt_det.models.detr.Transformer`.
+    """A hybrid encoder and a decoder that meet the contract of :class:`cpvt_det.models.detr.Transformer`.
 
     Args:
         encoder: the hybrid encoder.
@@ -307,7 +307,7 @@ class NormedNeck(nn.ModuleList):
     def __init__(self, map_channels: Sequence[int], map_strides: Sequence[int], channels: int, norm: str = "BN"):
         if any(2 * fine != coarse for fine, coarse in itertools.pairwise(map_strides)):
             raise ValueError(
-                f"the hybrid encoder joins maps of which each has twice the stride of the one before, got {list(map_strides)}; "
+                f"the hybrid encoder joins maps that each have twice the stride of the one before, got {list(map_strides)}; "
                 "set MODEL.BACKBONE.STAGES to neighbouring stages, such as (3, 4, 5), without DC5"
             )
         super().__init__(ConvNorm(width, channels, 1, norm, activates=False) for width in map_channels)

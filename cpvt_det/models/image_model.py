@@ -23,7 +23,7 @@ class ImageModel(nn.Module):
 
     Attributes:
         strides: pixels per cell of each map that the rest of the model uses.
-        size_divisibility: number that the height and width of every canvas must be multiples of.
+        size_divisibility: number that must divide the height and width of every canvas.
 
     Raises:
         TypeError: a backbone that lacks an attribute its contract requires.
@@ -76,9 +76,9 @@ class ImageModel(nn.Module):
         dtype = self.pixel_mean.dtype
         if dtype in (torch.float16, torch.bfloat16):
             raise TypeError(
-                f"the weights of this {type(self).__name__} are {dtype}, too coarse for boxes; make it float32 (its float(), and "
-                "torch.set_default_dtype before it is built) and call it under torch.autocast(device, torch.bfloat16), which "
-                "computes in half precision what can be; in training SOLVER.AMP.ENABLED does it"
+                f"the weights of this {type(self).__name__} are {dtype}, too coarse for boxes; make it float32 (float(), and "
+                "torch.set_default_dtype before building it) and call it under torch.autocast(device, torch.bfloat16), which "
+                "uses half precision where it can; in training, set SOLVER.AMP.ENABLED"
             )
         return images.masked_fill(padding_mask[:, None], 0).contiguous(memory_format=torch.channels_last)
 

@@ -25,10 +25,10 @@ class MixedQueries(BoxPositions, ProposedQueries):
             ``False`` learns one content per query, the first for the best proposal.
         refined_positions: whether a network computes the queries' positions again from the refined boxes at every decoder layer;
             ``False`` leaves them at the positions of the proposals.
-        scaled_positions: whether refined positions are multiplied by a function of the output of the decoder layer before.
+        scaled_positions: whether refined positions are multiplied by a function of the output of the previous decoder layer.
         token_content: whether contents are the features of the proposals' tokens, without gradient, instead of learned.
-        position_sines: whether refined positions are made from the sines of the boxes' numbers; ``False`` makes them from the
-            numbers themselves, as in RT-DETR.
+        position_sines: whether refined positions are made from the sines of the boxes' coordinates; ``False`` makes them from the
+            coordinates themselves, as in RT-DETR.
 
     Positions refer to the unpadded image. DINO's code takes them in the padded map of the finest level instead, which makes a
     prediction depend on the batch. Without padding, the two are the same.

@@ -23,7 +23,7 @@ from cpvt_det.ops.nms import nms_topk
 from cpvt_det.position.sine import sines
 
 PADDED_LOGIT = -50.0  # logit of padded tokens: probability 2e-22, no gradient, and a small loss even if matched to an object
-FINEST_SIDE = 0.05  # side of a proposal on the finest level, as a part of the image's side; it doubles with every level
+FINEST_SIDE = 0.05  # side of a proposal on the finest level, as a fraction of the image's side; it doubles with every level
 
 
 QUERY_REGISTRY = PartRegistry("QUERIES", "query source")
@@ -71,7 +71,7 @@ class Queries:
     place: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def split(self, predictions: Predictions) -> Predictions:
-        """Split off the predictions of the query groups that only the loss sees from the decoder's predictions (D, B, Q, ...).
+        """From the decoder's predictions (D, B, Q, ...), split off those of the query groups that only the loss sees.
 
         Raises:
             ValueError: denoising queries without their objects.
@@ -314,7 +314,7 @@ def _pick(values: Tensor, tokens: Tensor) -> Tensor:
 
 
 def at_least_one(num_queries: int) -> int:
-    """The number of queries.
+    """Return the number of queries.
 
     Raises:
         ValueError: a number below 1.

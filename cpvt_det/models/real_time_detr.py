@@ -21,7 +21,7 @@ class RealTimeDETR(Detector):
     """RT-DETR, or D-FINE if the decoder refines distributions.
 
     Args:
-        backbone: a module by the contract of :data:`cpvt_det.models.backbones.BACKBONE_REGISTRY`; all its maps are used.
+        backbone: module that meets the contract of :data:`cpvt_det.models.backbones.BACKBONE_REGISTRY`; all its maps are used.
         position: encoding of the coarsest level's cells.
         transformer: hybrid encoder and decoder.
         neck: neck that makes features of the encoder's channels.
@@ -31,7 +31,7 @@ class RealTimeDETR(Detector):
         prior_probability: initial probability of every class.
         pixel_mean, pixel_std: mean and standard deviation per channel, in pixel values from 0 to 255.
         frozen: names of parts that are not trained, as in :meth:`Detector.freeze`.
-        queries: query source; ``None``: :class:`MixedQueries` with contents and classes of the proposals' tokens.
+        queries: query source; ``None`` for :class:`MixedQueries` with contents and classes of the proposals' tokens.
 
     Raises:
         UnknownNameError: a name in ``frozen`` that matches no part.

@@ -26,11 +26,11 @@ class Family:
     """Path of the layers below the owner."""
     layout = "BNC"
     output: int | None = None
-    """Index of the tokens in a layer's output; ``None``: the output is the tokens."""
+    """Index of the tokens in a layer's output; ``None`` if the output is the tokens."""
     grid_source: tuple[str, str] | None = None
-    """Path, below the owner, of the module that receives grid and mask; and "before" or "after", the time when they are read."""
+    """Path, below the owner, of the module that receives grid and mask, which are read "before" or "after" its call."""
     mask_meaning: str | None = None
-    """Meaning of the family's mask; ``None``: there is no mask."""
+    """Meaning of the family's mask; ``None`` if it has none."""
     needs_grid = False
 
     def layers(self, owner: nn.Module) -> dict[str, nn.Module]:

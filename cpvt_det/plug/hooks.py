@@ -248,7 +248,7 @@ class AttributeOverride:
             setattr(module, name, value)
 
     def remove(self) -> None:
-        """Restore the old value, at its old place among the parameters, on the device of the others."""
+        """Restore the old value, at its old place among the parameters, on the device of the other ones."""
         module, kept = self.module, self.kept
         if isinstance(kept, nn.Parameter):
             if self.name in module._buffers:

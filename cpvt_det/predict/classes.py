@@ -62,7 +62,7 @@ class ClassPredictor(Predictor):
 
     def __init__(self, trained: Trained):
         if not isinstance(trained.detector, Classifier):
-            raise ConfigError(f"MODEL.META_ARCHITECTURE {trained.cfg.MODEL.META_ARCHITECTURE!r} is no classifier; use Predictor")
+            raise ConfigError(f"MODEL.META_ARCHITECTURE {trained.cfg.MODEL.META_ARCHITECTURE!r} is not a classifier; use Predictor")
         mapper = build_class_mapper(trained.cfg)
         super().__init__(trained.detector, None, mapper, trained.classes, trained.cfg.dump())
 

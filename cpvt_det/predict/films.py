@@ -23,7 +23,7 @@ CAMERAS = {"linux": ("v4l2", "/dev/video{}"), "darwin": ("avfoundation", "{}:non
 """Operating system -> the format and the name with which ffmpeg opens a camera by its number."""
 MILLISECOND = Fraction(1, 1000)
 SECONDS = 10.0
-"""Longest time in which an address must answer, at the start and between two frames."""
+"""Time within which an address must answer, at the start and between two frames."""
 
 
 class Frame(NamedTuple):

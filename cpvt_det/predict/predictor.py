@@ -114,7 +114,7 @@ class Predictor:
         if isinstance(trained.detector, Classifier):
             name = trained.cfg.MODEL.META_ARCHITECTURE
             raise ConfigError(
-                f"MODEL.META_ARCHITECTURE {name!r} is no detector; for its classes: cpvt-det predict, or ClassPredictor"
+                f"MODEL.META_ARCHITECTURE {name!r} is not a detector; for its classes: cpvt-det predict, or ClassPredictor"
             )
         parts = build_postprocessor(trained.cfg), build_test_mapper(trained.cfg)
         more = trained.classes, trained.cfg.dump(), trained.thresholds, build_tiling(trained.cfg)
@@ -200,7 +200,7 @@ class Predictor:
 
         Args:
             source: path, number of a camera or address, as for :class:`cpvt_det.predict.films.FilmReader`, or an open reader.
-            every: interval of the frames to take: the first of every so many.
+            every: interval of the frames: the first of every ``every`` frames is used.
             batch_size: number of frames per batch.
             tiles: tiles, as in a call of the predictor.
 

@@ -45,16 +45,16 @@ class RefusedError(Exception):
 
 
 class PageServer(ThreadingHTTPServer):
-    """A server for the page. It listens as soon as it is made, and answers once it has models and serves.
+    """A server for the page. It listens as soon as it is created, and answers once it has models and is serving.
 
     Args:
-        host: address or name to listen at.
-        port: port to listen at; 0 for a free one.
+        host: address or name to listen on.
+        port: port to listen on; 0 for a free one.
         max_upload: size of the largest image file in bytes.
         names: further host names under which the page may be requested, such as that of a proxy.
 
     Raises:
-        BadInputError: an address that cannot be listened at, or an invalid host name.
+        BadInputError: an address that cannot be listened on, or an invalid host name.
     """
 
     daemon_threads = True
@@ -62,7 +62,7 @@ class PageServer(ThreadingHTTPServer):
     def __init__(self, host: str, port: int, max_upload: int, names: Sequence[str] = ()):
         for name in names:
             if _host_of(f"//{name}") != name.lower():
-                raise BadInputError(f"{name!r} is no name of a machine; --allow-host takes one without http:// and port")
+                raise BadInputError(f"{name!r} is not a host name; --allow-host takes one without http:// and port")
         self.models: Sequence[ServedModel] = ()
         self.max_upload = max_upload
         self.page = b""
@@ -73,7 +73,7 @@ class PageServer(ThreadingHTTPServer):
         try:
             super().__init__((host, port), Handler)
         except (OSError, OverflowError) as error:
-            raise BadInputError(f"cannot listen at {host}:{port}: {first_line(error)}; --port 0 takes a free port") from error
+            raise BadInputError(f"cannot listen on {host}:{port}: {first_line(error)}; --port 0 takes a free port") from error
         self.is_local = ipaddress.ip_address(self.server_address[0]).is_loopback
 
     def server_bind(self) -> None:
@@ -164,7 +164,7 @@ class Handler(BaseHTTPRequestHandler):
             raise RefusedError(411, "the length of the image is missing")
         if length > self.server.max_upload:
             size, most = length / MEGABYTE, self.server.max_upload / MEGABYTE
-            raise RefusedError(413, f"{size:.1f} MB are too much: at most {most:g} MB are taken (--max-upload)")
+            raise RefusedError(413, f"{size:.1f} MB are too much: at most {most:g} MB are accepted (--max-upload)")
         return length
 
     def _refuse(self, error: RefusedError) -> None:

@@ -2,7 +2,7 @@
 """Callbacks of a training run: both runners call them when a run starts, after steps and evaluations, and when it ends.
 
 This package has early stopping (``SOLVER.EARLY_STOPPING``), and the callbacks ``wandb`` (Weights & Biases) and ``mlflow``, which
-send a run's numbers to a server. Each of the two needs the extra of the same name, and reads server and key from the environment
+send a run's numbers to a server. Each of the two needs the extra of the same name, and reads server and key from environment
 variables of its package.
 """
 
@@ -46,7 +46,7 @@ class TrainingRun:
         max_iter: number of iterations in the whole run.
         best: the best evaluation so far, and the number of evaluations since then.
         evaluated: the model that evaluations measure: the moving average of the weights if there is one.
-        reason: reason why a callback wants the run to end; empty if the run continues.
+        reason: why a callback wants to end the run; empty while the run continues.
     """
 
     cfg: CfgNode
@@ -67,7 +67,7 @@ class TrainingRun:
             ValueError: an empty reason.
         """
         if not reason:
-            raise ValueError("a run is stopped for a reason, which the log gives; got an empty one")
+            raise ValueError("to stop a run, give a reason for the log; got an empty one")
         self.reason = reason
 
 
@@ -183,7 +183,8 @@ class RunCallbacks:
         except Exception as error:  # a user's callback may raise anything
             name = type(callback).__name__
             raise ConfigError(
-                f"{name}.on_start failed: {type(error).__name__}: {first_line(error)}; to train without it, take it from CALLBACKS"
+                f"{name}.on_start failed: {type(error).__name__}: {first_line(error)}; to train without it, remove it from "
+                "CALLBACKS"
             ) from error
 
     def _end(self, error: BaseException | None) -> None:
@@ -273,8 +274,8 @@ class Wandb(Callback):
 
     Args:
         project: project of the run.
-        name: name of the run; ``None``: a generated name.
-        mode: ``online``, ``offline`` or ``disabled``; ``None``: the value of ``WANDB_MODE``.
+        name: name of the run; ``None`` for a generated name.
+        mode: ``online``, ``offline`` or ``disabled``; ``None`` for the value of ``WANDB_MODE``.
     """
 
     def __init__(self, project: str = "cpvt_det", name: str | None = None, mode: str | None = None):
@@ -300,8 +301,8 @@ class Mlflow(Callback):
 
     Args:
         experiment: experiment of the run.
-        name: name of the run; ``None``: a generated name.
-        uri: address of the server or folder; ``None``: the value of ``MLFLOW_TRACKING_URI``.
+        name: name of the run; ``None`` for a generated name.
+        uri: address of the server or folder; ``None`` for the value of ``MLFLOW_TRACKING_URI``.
     """
 
     def __init__(self, experiment: str = "cpvt_det", name: str | None = None, uri: str | None = None):

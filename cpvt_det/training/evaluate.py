@@ -95,7 +95,7 @@ def chosen_threshold(cfg: CfgNode, thresholds: Thresholds | None) -> Iterator[No
         return
     kept = None if thresholds is None else thresholds.overall
     cfg.TEST.PICTURE_THRESHOLD = DEFAULT_THRESHOLD if kept is None else kept
-    why = "the best F1" if kept is not None else "no threshold is kept" if thresholds is None else "no detection was right"
+    why = "the best F1" if kept is not None else "no threshold is known" if thresholds is None else "no detection was right"
     logger.info("Pictures and report: scores from %.3g (%s; TEST.PICTURE_THRESHOLD sets another)", cfg.TEST.PICTURE_THRESHOLD, why)
     try:
         yield

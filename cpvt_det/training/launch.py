@@ -36,8 +36,8 @@ def launch(main: Callable[..., Any], num_gpus: int | None, *args: Any) -> Any:
         The return value of ``main`` in the first process.
 
     Raises:
-        ConfigError: more GPUs than torch finds, or a process that another launcher started as one of several without the address of
-            the others.
+        ConfigError: more GPUs than torch finds, or a process that another launcher started as one of several but that lacks the
+            others' address.
         RunStoppedError: a process that was killed; the others are stopped too.
     """
     require_gpus(num_gpus)

@@ -18,9 +18,9 @@ class Launcher(NamedTuple):
 
     Attributes:
         name: name of the launcher on the command line.
-        rank: variable of the index of the process.
-        size: variable of the number of processes.
-        local_rank: variable of the index of the process on its machine.
+        rank: variable with the index of the process.
+        size: variable with the number of processes.
+        local_rank: variable with the index of the process on its machine.
     """
 
     name: str
@@ -53,7 +53,7 @@ def variables_of_group(environment: Mapping[str, str]) -> dict[str, str]:
         runs alone.
 
     Raises:
-        ConfigError: a process that is one of several without the address of the others; the message gives the command to use.
+        ConfigError: a process that is one of several but lacks the others' address; the message gives the command to use.
     """
     found = {name: environment[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if environment.get(name)}
     name = "RANK and WORLD_SIZE"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writing the numbers of a run to ``metrics.json`` (JSON lines with detectron2's keys), TensorBoard, log and progress bar."""
+"""Write the numbers of a run to ``metrics.json`` (JSON lines with detectron2's keys), TensorBoard, log and progress bar."""
 
 import contextlib
 import json

@@ -34,7 +34,7 @@ class RunEvaluations:
         cfg: config of the run.
         task: task of the run.
         records: images of the run's training sets, for the baseline.
-        tests: test sets; the first one decides.
+        tests: test sets; evaluations are compared on the first one.
         checkpointer: checkpointer of the run; its node ``cpvt_det`` stores the best evaluation and the thresholds.
 
     Raises:

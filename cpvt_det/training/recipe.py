@@ -38,7 +38,7 @@ MOST_EPOCHS = 50
 """Longest run in epochs, unless that is fewer than ``FEWEST_STEPS`` steps, because AP falls in longer runs. If there is time for
 more epochs, colours are varied. Chosen on blood cells: docs/small_data.md."""
 MOST_QUERIES = 600
-"""Largest number of queries at which there are twice as many as objects; beyond it, there are a tenth more queries than objects."""
+"""Largest number of queries that is twice the number of objects; above it, there are a tenth more queries than objects."""
 MOST_PAIRS = 100
 """Pairs of denoising queries per image, as in DINO; no denoising if an image has more objects."""
 DETECTIONS = 100
@@ -168,7 +168,7 @@ def first_plan(data: DataFacts, machine: MachineFacts, least_canvas: int = SMALL
         bound = f"small objects should have sides of {LOWER_QUARTER}" if needed > least_canvas else "the least for photographs"
     why = f"{bound}; the lower quarter of the objects has sides of {canvas * data.sides[1]:.0f} pixels then"
     if machine.device == "cpu":
-        why_batch = "on a CPU steps of few images learn more per minute"
+        why_batch = "on a CPU, steps with few images learn more per minute"
         return Plan(canvas, 2, why_canvas=why, why_batch=why_batch, least_canvas=least_canvas)
     return Plan(canvas, 8 * machine.processes, why_canvas=why, why_batch="8 images for each GPU", least_canvas=least_canvas)
 
@@ -205,10 +205,10 @@ def model_choices(plan: Plan, data: DataFacts, machine: MachineFacts) -> list[Ch
     rate = round(1e-3 * math.sqrt(plan.batch / 4), 6)
     backbone_rate = float(f"{(0.1 if machine.pretrained else 0.5) * rate:.4g}")
     number = num_queries(data)
-    pairs = Choice("MODEL.QUERIES.DENOISING", min(MOST_PAIRS, number), "objects with noise teach the decoder, whatever is matched")
+    pairs = Choice("MODEL.QUERIES.DENOISING", min(MOST_PAIRS, number), "noised objects teach the decoder, whatever is matched")
     return [
         *_backbone(plan, data, machine),
-        Choice("MODEL.META_ARCHITECTURE", "CPVTDeformableDetr", "learns in a tenth of the steps of DETR"),
+        Choice("MODEL.META_ARCHITECTURE", "CPVTDeformableDetr", "needs a tenth of DETR's steps to learn"),
         Choice("MODEL.POSITION.NAME", "sine_offset", "above peg on fish, equal on blood cells: docs/small_data.md"),
         Choice("MODEL.DETR.HIDDEN_DIM", 128, "a small transformer: steps count more than width in a short run"),
         Choice("MODEL.DETR.DIM_FEEDFORWARD", 256),
@@ -229,7 +229,7 @@ def model_choices(plan: Plan, data: DataFacts, machine: MachineFacts) -> list[Ch
         Choice("MODEL.CRITERION.PROPOSAL_MATCHES", 4, "several proposals learn from each object, which starts the training"),
         *input_choices(plan, data),
         Choice("DATALOADER.NUM_WORKERS", 0 if machine.cores <= 2 else min(8, machine.cores // (2 * machine.processes))),
-        *step_choices(plan, rate, backbone_rate, "1e-3 for 4 images, by the root of the batch"),
+        *step_choices(plan, rate, backbone_rate, "1e-3 for 4 images, scaled by the root of the batch"),
         Choice("SOLVER.POINTS_LR_MULTIPLIER", 1.0),
         Choice("TEST.NMS", 0.6, "a young detector finds some objects twice"),
     ]

@@ -126,8 +126,7 @@ def set_threads(cfg: CfgNode) -> None:
 
 
 def write_config(cfg: CfgNode, replace: bool = True) -> None:
-    """Write ``config.yaml``. Called only once nothing can refuse the config any more, so that the file of an earlier run stays
-    until then.
+    """Write ``config.yaml``. Call this only when nothing can refuse the config any more: an earlier run's file stays until then.
 
     Args:
         cfg: config of the run.

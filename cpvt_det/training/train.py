@@ -31,7 +31,7 @@ logger = logging.getLogger("cpvt_det")
 
 
 class Engine:
-    """The steps that detectron2's runner overrides, in the form of the built-in runner."""
+    """The steps that detectron2's runner overrides, as the built-in runner takes them."""
 
     def prepare(self, cfg: CfgNode) -> None:
         """Change the config before it is read; this run has already reserved its folder."""

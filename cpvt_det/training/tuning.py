@@ -57,7 +57,7 @@ class TrainedStart:
         class_names: names of its classes; empty if they are unknown.
         is_ours: whether the detector was trained with this package, so that its config contains its learning rates.
         state_names: names of its tensors.
-        by_default: whether nobody asked for the detector by name, so that a run on data which it does not suit starts without it.
+        by_default: whether nobody asked for the detector by name, so that a run whose data it does not suit starts without it.
     """
 
     word: str
@@ -73,7 +73,7 @@ class TrainedStart:
         if self.by_default and data.most_objects > self.cfg.MODEL.DETR.NUM_OBJECT_QUERIES:
             return f"{self.word} has too few queries for {counted(data.most_objects, 'object')} in an image: --start none"
         if self.by_default and self.word == STARTER and not recipe.has_small_objects(plan, data):
-            return f"{self.word} has a map for small objects; without it, steps are faster, and these are large: --start none"
+            return f"{self.word} has a map for small objects; without it, steps are faster, and the objects are large: --start none"
         return ""
 
     @property
@@ -86,7 +86,7 @@ def choose_start(word: str | None, device: str, keys: Sequence[str], tell: Calla
     """The start of a run: the typed one, otherwise the best one for the device among those on this machine.
 
     Args:
-        word: value of ``--start``: public weights, a file, a folder, a repository, ``auto`` or ``none``; ``None``: not given.
+        word: value of ``--start``: public weights, a file, a folder, a repository, ``auto`` or ``none``; ``None`` if not given.
         device: cpu or cuda.
         keys: keys that the user typed; if one of them belongs to MODEL, only a typed start is used.
         tell: function that is called with a line that names the start and the reason.
@@ -120,7 +120,7 @@ def open_start(word: str, tell: Callable[[str], None]) -> TrainedStart:
     weights, start = read_weights(word), find_start(word)
     cfg = config_of_weights(weights)
     if not cfg.MODEL.META_ARCHITECTURE.endswith("Detr"):
-        raise ConfigError(f"--start {word}: {cfg.MODEL.META_ARCHITECTURE} is no detector")
+        raise ConfigError(f"--start {word}: {cfg.MODEL.META_ARCHITECTURE} is not a detector")
     digest = sha256_of(weights.path)
     origin = f"{start.ap} AP on COCO, of {start.publisher}, " if start else ""
     tell(f"start: {word} ({origin}SHA-256 {digest})")
@@ -136,7 +136,7 @@ def describe_classes(start: TrainedStart, names: Sequence[str]) -> list[str]:
     ]
     near = nearly_named(new, start.class_names)
     return lines + [
-        f"{name} is new, but {known} is known: call it so in the data, if it is the same" for name, known in near.items()
+        f"{name} is new, but {known} is known: use that name in the data if it is the same" for name, known in near.items()
     ]
 
 
@@ -169,7 +169,7 @@ def tuning_choices(
         solver = start.cfg.SOLVER
         root = math.sqrt(plan.batch / solver.IMS_PER_BATCH)
         rates = [float(f"{root * rate:.3g}") for rate in (solver.BASE_LR, solver.BACKBONE_LR)]
-        why = "at which it was trained, by the root of the batch: docs/train.md"
+        why = "the start's own, scaled by the root of the batch: docs/train.md"
     keeps_heads = start.is_ours or all(name in start.class_names for name in names)
     few = "; a head and a decoder learn in few steps" if plan.freeze_at == 5 else ""
     is_frozen = start.cfg.MODEL.BACKBONE.NAME.startswith(("resnet", "timm/"))

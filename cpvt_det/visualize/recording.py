@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Record the forward pass of an image by hooks, so that the layers contain no code for this.
 
-A layer with a hook gets the whole batch. If it leaves padded tokens out without a hook, its results change by rounding only.
+A layer with a hook gets the whole batch. If it otherwise leaves out padded tokens, its results change by rounding only.
 Attention layers keep no attention weights, because fused kernels do not produce them. Here, the weights are computed from the
 layers' inputs.
 """

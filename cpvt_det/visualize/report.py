@@ -207,7 +207,7 @@ def _page(content: dict[str, Any], figures: dict[str, dict[str, float]], curves:
         "Counts: confusion.csv." + _best_score(content),
         "![Confusion matrix](confusion.png)",
         "## Worst images",
-        f"Images with most missed objects and false detections, matched per class, at a score of at least {threshold:.3g}.",
+        f"Images with the most missed objects and false detections, matched per class, at a score of at least {threshold:.3g}.",
         *(worst or ["No image has a mistake."]),
     ]
     return "\n\n".join(parts) + "\n"

@@ -56,7 +56,7 @@ def write_report_page(
         threshold: threshold at which the slider starts.
     """
     mistakes = matches.mistakes(threshold).sum(axis=1)
-    shown = np.argsort(-mistakes, kind="stable")[:MOST_IMAGES].tolist()  # those with most mistakes first, then the others by id
+    shown = np.argsort(-mistakes, kind="stable")[:MOST_IMAGES].tolist()  # those with the most mistakes first, then the others by id
     records = [dataset.records[int(matches.record_of[index])] for index in shown]
     content = _fitted(
         {

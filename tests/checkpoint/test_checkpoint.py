@@ -311,7 +311,7 @@ def test_conversion_refuses_what_it_does_not_know():
 def test_weights_of_other_architectures_are_refused_by_name(name, architecture):
     """The names are those of their public code; around them stand names that theirs and DETR's have in common."""
     weights = {**to_facebook(detector().state_dict()), name: torch.ones(1)}
-    said = f"the given weights: weights of {architecture}, by their name {name}, and no model here is one; give weights of DETR, "
+    said = f"the given weights: weights of {architecture} (by the name {name}) are not supported; give weights of DETR, "
     with pytest.raises(WeightsError, match=re.escape(said)):
         load_weights(detector(), weights)
     with pytest.raises(WeightsError, match=re.escape(said)):

@@ -232,7 +232,7 @@ def test_rows_that_are_classes_and_rows_that_are_objects_are_not_taken_for_each_
     report = load_weights(second, {"model": first.state_dict(), "cpvt_det": node}, ("tree", "ship", "cat") if named else NAMES)
     assert torch.equal(second.queries.class_embed.weight, fresh)
     assert report.remade.keys() == {"queries.class_embed.weight", "queries.class_embed.bias"}
-    assert "rows are classes in one of weights and model" in report.table()
+    assert "rows are classes in either the weights or the model" in report.table()
     assert report.first_row_only == []
 
 

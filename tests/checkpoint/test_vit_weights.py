@@ -134,11 +134,11 @@ def test_a_detector_s_trunk_is_the_weights_of_another_s(tmp_path):
             {},
             r"has a table of 4 x 4 cells, the backbone's has 3 x 3: set MODEL.BACKBONE.POSITION.GRID to \(4, 4\)",
         ),
-        ({"img_size": (48, 80)}, {}, "the table has 16 rows: beside 1 of tokens no square number"),
+        ({"img_size": (48, 80)}, {}, "the table has 16 rows; without the 1 of tokens this is no square number"),
         (
             {"no_embed_class": True},
             {},
-            "the table has 9 rows: .*no square number.*; without them it is, as in DeiT III",
+            "the table has 9 rows; .*no square number.*; with them it is, as in DeiT III",
         ),
         ({"depth": 3}, {}, r"only the file has encoder.layers.2"),
         ({}, {"DEPTH": 3}, r"only the network has encoder.layers.2"),

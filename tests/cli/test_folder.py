@@ -84,7 +84,7 @@ def test_one_command_trains_from_a_folder_and_its_yaml_trains_the_same(here, mon
     assert shorter.exit_code == 2 and "has 5 iterations already, and the config asks for 2 (1 epochs x 5 images" in shorter.output
     weights = (output / "model_best.pth").read_bytes()
     second = call("train", "../mine", "--budget", "1m", "--num-gpus", 0, "--runner", "builtin", *WORDS)
-    assert "output/mine has a run already: this one goes to output/mine_2" in second.output, second.output
+    assert "output/mine already has a run: this one goes to output/mine_2" in second.output, second.output
     assert (output / "model_best.pth").read_bytes() == weights and (here / "output/mine_2/model_best.pth").is_file()
     assert yaml.safe_load(chosen.read_text())["SOLVER"]["EPOCHS"] == 1
 
@@ -265,7 +265,7 @@ def test_a_class_of_200_that_validation_lacks_is_told_and_no_fault(here, monkeyp
         (["train", "../none"], "there is no folder ../none"),
         (
             ["train", "../mine", "DATASETS.TEST", "[]"],
-            "DATASETS.TEST is empty: a run on a folder measures itself",
+            "DATASETS.TEST is empty: a run on a folder is evaluated",
         ),
         (["train", "../mine/annotations/mine.yaml"], "is not a folder; for a config: --config-file ../mine/annotations/mine.yaml"),
         (["train", "../mine", "SEED"], "the number of words is odd: SEED"),
@@ -371,7 +371,7 @@ def test_a_run_that_left_checkpoints_keeps_its_folder(here, capsys):
     for number, name in enumerate(("mine", "mine_2", "mine_3")):
         begin_run(here / "output" / name, mine)
         assert output_of() == output_of(resume=True) == f"output/{name}"  # it ended before its first checkpoint
-        assert ("has a run already" in capsys.readouterr().out) == (number > 0)
+        assert ("already has a run" in capsys.readouterr().out) == (number > 0)
         begin_run(here / "output" / name, mine, checkpoint=True)
         assert (output_of(), output_of(resume=True)) == (f"output/mine_{number + 2}", f"output/{name}")
         capsys.readouterr()
@@ -408,7 +408,7 @@ def test_where_there_is_no_run_to_go_on_with_that_is_told_before_steps_are_measu
     layouts.write_coco(here.parent / "mine")
     words = ["TEST.BEST_FIGURE", "mAP"]  # refused before that, too
     result = call("train", "../mine", "--resume", *words)
-    assert "--resume: there is no run in output/mine to go on with; this one starts at iteration 0" in result.output
+    assert "--resume: there is no run in output/mine to continue; this one starts at iteration 0" in result.output
     assert "no run" not in call("train", "../mine", *words).output
 
 
@@ -420,7 +420,7 @@ def test_the_run_of_another_folder_is_neither_resumed_nor_written_over(here, cap
     assert folder_module._output_of(mine, resume=True) == "output/mine" and not capsys.readouterr().out
     assert folder_module._output_of(mine, resume=False) == "output/mine_3"
     assert folder_module._output_of(elsewhere, resume=False) == "output/mine_3"
-    with pytest.raises(ConfigError, match=r"no run on .*other/mine to go on with, and output/mine/chosen\.yaml is of other"):
+    with pytest.raises(ConfigError, match=r"no run on .*other/mine to continue, and output/mine/chosen\.yaml belongs to other"):
         folder_module.choose_run(elsewhere, (), None, "", False, None, resume=True)
     begin_run(here / "output/mine_3", elsewhere, checkpoint=True)
     capsys.readouterr()

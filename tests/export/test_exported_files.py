@@ -182,7 +182,7 @@ def test_an_onnx_file_of_another_project_is_refused(tmp_path):
     pytest.importorskip("onnxscript")
     pytest.importorskip("onnxruntime")
     torch.onnx.export(nn.Identity(), (torch.zeros(1),), tmp_path / "other.onnx", dynamo=True, verbose=False)
-    with pytest.raises(WeightsError, match=r"other.onnx is no file of cpvt-det export, or an older one: .*; export it again"):
+    with pytest.raises(WeightsError, match=r"other.onnx is not a file of cpvt-det export, or is an older one: .*; export it again"):
         Predictor.from_checkpoint(tmp_path / "other.onnx")
 
 

@@ -310,7 +310,7 @@ CASES = [
     Case(
         "weights without an address",
         lambda folder: fetched(page="https://weights.invalid")(folder),
-        "tiny has no address to fetch it from: get it by https://weights.invalid and put it at .../tiny/model.pth",
+        "tiny has no address to fetch it from: get it from https://weights.invalid and put it at .../tiny/model.pth",
         guard=Cut("checkpoint/fetch.py", "    if not start.places:\n", "    if False:\n"),
     ),
     Case(

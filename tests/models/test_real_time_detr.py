@@ -243,7 +243,7 @@ def test_scrambled_sines_are_for_hybrid_encoders_alone():
 def test_parts_refuse_what_does_not_fit():
     with pytest.raises(ValueError, match="the temperature of a sine encoding must be above 0, got 0"):
         build_position("sine_grid", 16, temperature=0)
-    with pytest.raises(ValueError, match=r"joins maps of which each has twice the stride of the one before, got \[8, 32\]"):
+    with pytest.raises(ValueError, match=r"joins maps that each have twice the stride of the one before, got \[8, 32\]"):
         NormedNeck([8, 8], [8, 32], 16)
     with pytest.raises(UnknownNameError, match="norm 'LN'"):
         HybridEncoder(1, 16, 16, Encoder(0, 16, 2, 32, 0.0, False), norm="LN")

@@ -337,7 +337,7 @@ def test_checkpointing_changes_memory_alone(name):
     found = [step(False), step(True)]
     for key, value in found[0].items():
         torch.testing.assert_close(found[1][key], value, rtol=1e-10, atol=1e-12, msg=key)
-    with pytest.raises(ValueError, match="timm/vgg11 has no blocks to compute again"):
+    with pytest.raises(ValueError, match="timm/vgg11 has no blocks to recompute"):
         TimmBackbone("vgg11", checkpointing=True)
 
 

@@ -287,7 +287,7 @@ def test_decay_of_pegs_is_that_of_a_backbone_s_too():
         ),
         ({"STAGES": (3,)}, r"got \(3,\); .*, and for more levels MODEL.NECK.NAME to simple_pyramid"),
         ({"PATCH_SIZE": 14}, "a patch has a side of 2, 4, 8, 16, ... pixels, got 14"),
-        ({"NUM_TOKENS": 3}, r"tokens beside the patches are 0, 1 \(class\) or 2 \(class and distillation\), got 3"),
+        ({"NUM_TOKENS": 3}, r"tokens besides the patches must be 0, 1 \(class\) or 2 \(class and distillation\), got 3"),
         ({"DROP_PATH": 1.0}, "the probability to drop a path must be at least 0 and below 1, got 1"),
         ({"POSITION__POSITIONS": [3]}, r"PEG positions must be different layers from -1 \(before the first\) to 2, got \[3\]"),
         ({"POSITION__NAME": "pge"}, r"unknown position encoding 'pge' \(did you mean 'peg'\?\)"),

@@ -138,7 +138,7 @@ def test_recomputed_layers_have_the_same_gradients(name):
 @pytest.mark.parametrize("name", [*IN_ATTENTION, "rope+peg"])
 def test_deformable_attention_refuses_them_with_the_reason(name):
     own = "RelativeEncoding" if name == "relative" else "RotaryEncoding"  # of a sum the part that acts
-    with pytest.raises(ConfigError, match=own + " acts on the product of .*, which deformable attention does not have"):
+    with pytest.raises(ConfigError, match=own + " acts on the product of .*, which deformable attention does not compute"):
         build_detector(random_config(**DEFORMABLE, MODEL__POSITION__NAME=name))
 
 

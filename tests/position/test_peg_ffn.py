@@ -69,7 +69,7 @@ def test_trained_weights_start_unchanged(position):
 
 
 def test_what_it_cannot_do_is_refused():
-    with pytest.raises(ConfigError, match="FeedForwardPEGEncoding acts inside layers of one grid, .* or CPVTRealTimeDetr"):
+    with pytest.raises(ConfigError, match="FeedForwardPEGEncoding acts inside layers that need one grid, .* or CPVTRealTimeDetr"):
         build_detector(random_config(**DEFORMABLE, MODEL__POSITION__NAME="peg_ffn"))
     with pytest.raises(ValueError, match="an encoding inside layers needs one level, whose cells are one grid, got 2"):
         encoding_of().feed(torch.zeros(1, 30, HIDDEN), torch.zeros(1, 30, dtype=torch.bool), [SHAPE, SHAPE], 0)

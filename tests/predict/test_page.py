@@ -206,7 +206,7 @@ def test_bad_files_are_messages_beside_good_ones(tab, tmp_path):
     finish(tab, "2 images")
     messages = tab.texts("#messages li")
     assert messages[:2] == [
-        "large.jpg: 2.0 MB are too much: at most 2 MB are taken (--max-upload)",
+        "large.jpg: 2.0 MB are too much: at most 2 MB are accepted (--max-upload)",
         "empty.png: it is empty (0 bytes)",
     ]
     assert messages[2] == "text.jpg: cannot read image text.jpg: it is not an image, or its format is unknown"
@@ -216,7 +216,7 @@ def test_bad_files_are_messages_beside_good_ones(tab, tmp_path):
         file.truncate(100_000_000)
     asked = len(tab.fetched)
     tab.page.locator("#files").set_input_files(tmp_path / "huge.jpg")
-    tab.page.get_by_text("100.0 MB are too much: at most 2 MB are taken (--max-upload)").wait_for()
+    tab.page.get_by_text("100.0 MB are too much: at most 2 MB are accepted (--max-upload)").wait_for()
     assert len(tab.fetched) == asked  # it is not even sent
 
 

@@ -316,7 +316,7 @@ def test_a_folder_that_cannot_be_written_keeps_the_model_of_before(detr, predict
         ("classes.json", '[{"name": "red"}]', r"classes.json must be a JSON list of classes"),
         ("classes.json", '[{"id": "1", "name": "a"}]', r"class ids must be whole numbers"),
         ("classes.json", '[{"id": 1, "name": "a"}]', r"a class head with 4 rows does not match 1 class ids and 1 names"),
-        ("thresholds.json", "{", r"cannot read .*thresholds.json: .*; remove it to go without"),
+        ("thresholds.json", "{", r"cannot read .*thresholds.json: .*; remove it to use none"),
         ("thresholds.json", "[0.5]", r"thresholds must be {\"overall\": score, \"classes\": \[3 scores\]}"),
         ("model.safetensors", "x", r"damaged: its content does not match its checksum file"),
     ],

@@ -185,7 +185,7 @@ WRONG = [
         "bomb.png has 9000 x 8000 pixels; the limit is 64 million",
     ),
     ("/detect?model=0&name=bomb.png", png_header(60000, 60000), {}, 422, "cannot read image bomb.png: *"),
-    ("/detect?model=0", bytes(MOST + 1), {}, 413, "0.3 MB are too much: at most 0.3 MB are taken (--max-upload)"),
+    ("/detect?model=0", bytes(MOST + 1), {}, 413, "0.3 MB are too much: at most 0.3 MB are accepted (--max-upload)"),
     ("/detect?model=0", b"", {"Content-Length": "-5"}, 411, "the length of the image is missing"),
     ("/detect?model=2", FILES["a.jpg"], {}, 400, "model '2' is not a whole number below 2"),
     ("/look?model=0&query=x", FILES["a.jpg"], {}, 400, "query 'x' is not a whole number"),
@@ -277,7 +277,7 @@ def test_a_hundred_megabytes_are_refused_before_they_are_sent(server):
         head = "POST /detect?model=0 HTTP/1.1\r\nHost: localhost:1\r\nContent-Length: 100000000\r\n\r\n"
         connection.sendall(head.encode())
         answer = connection.makefile("rb").read().decode()
-    assert answer.startswith("HTTP/1.0 413") and "100.0 MB are too much: at most 0.3 MB are taken" in answer
+    assert answer.startswith("HTTP/1.0 413") and "100.0 MB are too much: at most 0.3 MB are accepted" in answer
 
 
 def test_the_last_images_are_remembered_and_no_more(models, monkeypatch):
@@ -333,13 +333,13 @@ def test_weights_that_look_in_tiles_are_told_that_the_page_does_not(tmp_path, mo
     [
         (["--max-upload", "0"], "--max-upload must be above 0 and at most 1000 MB, got 0"),
         (["a.pth", "b.pth"], "at most 2 models are shown side by side, got 3"),
-        (["--port", "99999"], "cannot listen at 127.0.0.1:99999: "),
-        (["--host", "no.such.host.invalid"], "cannot listen at no.such.host.invalid:8765: "),
+        (["--port", "99999"], "cannot listen on 127.0.0.1:99999: "),
+        (["--host", "no.such.host.invalid"], "cannot listen on no.such.host.invalid:8765: "),
         (
             ["--allow-host", "https://a.example"],
-            "'https://a.example' is no name of a machine; --allow-host takes one without http://",
+            "'https://a.example' is not a host name; --allow-host takes one without http://",
         ),
-        (["--allow-host", "a.example:80"], "'a.example:80' is no name of a machine"),
+        (["--allow-host", "a.example:80"], "'a.example:80' is not a host name"),
     ],
 )
 def test_words_that_cannot_be_served(tmp_path, words, message):
@@ -352,7 +352,7 @@ def test_a_port_in_use_is_found_before_weights_are_read(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
         result = CliRunner().invoke(main, ["serve", str(tmp_path / "none.pth"), "--port", port])
-    assert result.exit_code == 2 and f"error: cannot listen at 127.0.0.1:{port}: " in result.output
+    assert result.exit_code == 2 and f"error: cannot listen on 127.0.0.1:{port}: " in result.output
 
 
 def test_the_command_serves_until_it_is_interrupted(weights):

@@ -184,7 +184,7 @@ def test_a_callback_that_ends_a_new_run_at_its_start_lets_it_take_one_step(train
 
 def test_a_run_is_not_stopped_without_a_reason(tmp_path):
     run = TrainingRun(None, tmp_path, "", 0, 6, None, None)
-    with pytest.raises(ValueError, match="a run is stopped for a reason, which the log gives; got an empty one"):
+    with pytest.raises(ValueError, match="to stop a run, give a reason for the log; got an empty one"):
         run.stop("")
 
 
@@ -205,7 +205,7 @@ def test_a_callback_that_fails_is_left_out_until_the_end_and_the_run_goes_on(tra
 def test_a_callback_that_cannot_start_ends_the_run_before_its_first_step(train_with, tmp_path, runner):
     first, second = Recorder(), Recorder(start_0=fail(OSError("no route to host")))
     with pytest.raises(
-        ConfigError, match=r"Recorder.on_start failed: OSError: no route to host; to train without it, take it from"
+        ConfigError, match=r"Recorder.on_start failed: OSError: no route to host; to train without it, remove it from"
     ):
         train_with(runner, "run", first, second)
     assert first.told == ["start 0", "end ConfigError"] and second.told == ["start 0", "end ConfigError"]

@@ -228,8 +228,8 @@ def test_images_with_several_classes_are_refused(drawn_coco, tmp_path):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"TASK": "detection"}, r"'CPVTClassifier' is no detector; set TASK to classification"),
-        ({"MODEL__META_ARCHITECTURE": "CPVTDetr"}, r"'CPVTDetr' is no classifier; set it to CPVTClassifier"),
+        ({"TASK": "detection"}, r"'CPVTClassifier' is not a detector; set TASK to classification"),
+        ({"MODEL__META_ARCHITECTURE": "CPVTDetr"}, r"'CPVTDetr' is not a classifier; set it to CPVTClassifier"),
         ({"INPUT__CLASSIFY__SCALE": (0.5, 2.0)}, r"scale of crops must be a range of parts .*got \(0.5, 2.0\)"),
         ({"INPUT__CLASSIFY__RATIO": (0, 1)}, r"ratio of crops must be a range of positive numbers"),
         ({"INPUT__CLASSIFY__SIZE": 0}, r"side of crops must be at least 1 pixel, got 0"),

@@ -73,14 +73,14 @@ def test_a_run_below_the_constant_box_is_told_at_each_evaluation(train, monkeypa
     folder = train("run", TEST__EVAL_PERIOD=3)
     log = (folder / "log.txt").read_text()
     assert (
-        log.count("For comparison, the mean training box of each class, in every image the same: bbox/AP -1.0, bbox/AP50 60.2") == 1
+        log.count("For comparison, the mean training box of each class, the same in every image: bbox/AP -1.0, bbox/AP50 60.2") == 1
     )
     told = [line for line in warnings_of(folder) if "the model is worse than" in line]
     found = [line["bbox/AP50"] for line in metrics_of(folder) if "bbox/AP50" in line]
     assert len(told) == len(found) == 2
     for line, value, iteration in zip(told, found, (2, 5), strict=True):
-        assert f"After iteration {iteration} the model is worse than the mean training box of each class, in every image" in line
-        assert f"the same: bbox/AP50 {value:.1f} is below" in line
+        assert f"After iteration {iteration} the model is worse than the mean training box of each class, the same in every" in line
+        assert f"every image: bbox/AP50 {value:.1f} is below" in line
         assert "is below 60.2; what helps: trained weights to start from (MODEL.WEIGHTS" in line
 
 
@@ -313,7 +313,7 @@ def test_weights_of_before_count_from_half_and_that_is_told(train, right):
     path.with_name("model_final.pth.sha256").unlink()
     folder = train("eval", eval_only=True, MODEL__WEIGHTS=str(path), TEST__REPORT=True)
     assert report_of(folder)["score_threshold"] == 0.5
-    assert "scores from 0.5 (no threshold is kept; TEST.PICTURE_THRESHOLD sets another)" in (folder / "log.txt").read_text()
+    assert "scores from 0.5 (no threshold is known; TEST.PICTURE_THRESHOLD sets another)" in (folder / "log.txt").read_text()
 
 
 def test_a_run_ends_with_its_best_checkpoint_and_commands_that_run(train, scripted, drawn_coco, tmp_path, monkeypatch):

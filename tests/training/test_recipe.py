@@ -359,7 +359,7 @@ RESNET18, LITE2 = "MODEL.BACKBONE.NAME resnet18", "MODEL.BACKBONE.NAME timm/tf_e
 STARTS = {
     "": ("timm/tf_efficientnet_lite0", "pip", "FrozenBN", 3, 0.1, ""),
     LITE2: ("timm/tf_efficientnet_lite2", "pip", "FrozenBN", 3, 0.1, ""),
-    "MODEL.BACKBONE.WEIGHTS ''": ("resnet10", "", "GN", 0, 0.5, "random weights, as was typed"),
+    "MODEL.BACKBONE.WEIGHTS ''": ("resnet10", "", "GN", 0, 0.5, "random weights, as requested"),
     f"{LITE2} MODEL.BACKBONE.WEIGHTS ''": ("timm/tf_efficientnet_lite2", "", "BN", 0, 0.5, "lite2 starts from random weights"),
     "MODEL.BACKBONE.NAME timm/convnext_atto": (
         "timm/convnext_atto",

@@ -164,7 +164,10 @@ def test_without_timm_a_run_does_not_start_from_it_and_says_so(monkeypatch):
     ("changed", "said"),
     [
         ({"most_objects": 151}, "starter_lite0 has too few queries for 151 objects in an image: --start none"),
-        ({"sides": (0.29, 0.4)}, "starter_lite0 has a map for small objects; without it, steps are faster, and these are large: "),
+        (
+            {"sides": (0.29, 0.4)},
+            "starter_lite0 has a map for small objects; without it, steps are faster, and the objects are large: ",
+        ),
         ({"sides": (0.28, 0.4)}, ""),  # 0.28 * 224 = 62.7 pixels
     ],
 )

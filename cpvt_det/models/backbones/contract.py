@@ -16,9 +16,9 @@ and whichever of ``stages``, ``norm``, ``width``, ``dc5``, ``freeze_at`` and ``m
 The contract of a backbone, an ``nn.Module``:
 
 - ``strides`` and ``channels``: pixels per cell and channels of each map, from the finest map to the coarsest;
-- ``size_divisibility``: number that the height and width of every canvas must be multiples of;
+- ``size_divisibility``: number that must divide the height and width of every canvas;
 - ``forward(images, padding_mask) -> maps``: takes (B, 3, H, W) normalised images, zero under the padding, and their (B, H, W) bool
-  mask, True = padded; returns maps (B, C_l, ceil(H / stride), ceil(W / stride)). Values under the padding of maps do not matter;
+  mask, True = padded; returns maps (B, C_l, ceil(H / stride), ceil(W / stride)). Values of maps under the padding do not matter;
 - ``load_pretrained(weights, read)``, for ``MODEL.BACKBONE.WEIGHTS``: ``weights`` is the value of that key, and ``read(path)`` is a
   function that safely reads the state dict of a file. Optional: without it, the backbone has no pretrained weights;
 - ``pixel_mean`` and ``pixel_std``, three numbers each, for pixel values from 0 to 255: the statistics that its pretrained weights
@@ -38,7 +38,7 @@ def load_all(body: nn.Module, found: Mapping[str, Tensor], what: str, spare: Col
         body: the network.
         found: its weights.
         what: description of the weights and the network, for errors.
-        spare: names of tensors that may also be in ``found``, and are ignored.
+        spare: names of tensors to ignore if they are in ``found``.
 
     Raises:
         WeightsError: a tensor that is missing, has a different shape, or belongs to no part of the network.

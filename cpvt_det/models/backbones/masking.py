@@ -49,7 +49,7 @@ class Grid:
 
     Attributes:
         stride: pixels per cell.
-        spare: number of rows, and of columns, that the network itself has added to the map, half of them at the top or left.
+        spare: number of rows and number of columns that the network itself adds to the map, half of them at the top or left.
     """
 
     stride: int
@@ -112,7 +112,7 @@ def current_batch() -> ValidCells | None:
 
 
 def treat(network: nn.Module, treatments: Sequence[Treatment]) -> None:
-    """Put the hooks of the treatments on the network's modules, except modules that the network does not have."""
+    """Put the hooks of the treatments on the network's modules; skip modules that the network does not have."""
     modules = dict(network.named_modules())
     for treatment in treatments:
         module = modules.get(treatment.module)
@@ -130,7 +130,7 @@ def _zero(module: nn.Module, args: tuple, grid: Grid) -> tuple | None:
 
 
 def _zero_of_any_layout(module: nn.Module, args: tuple, grid: Grid) -> tuple | None:
-    """Zeros in (B, C, h, w), or in (B, h, w, C) where the module's channels are last."""
+    """Zero the padding of (B, C, h, w), or of (B, h, w, C) if the module works channels-last."""
     cells = _BATCH.get()
     if cells is None:
         return None
@@ -139,7 +139,7 @@ def _zero_of_any_layout(module: nn.Module, args: tuple, grid: Grid) -> tuple | N
 
 
 def _lowest(module: nn.Module, args: tuple, grid: Grid) -> tuple | None:
-    """Fill the padding with -inf, which never is the maximum, like the pooling's own padding."""
+    """Fill the padding with -inf, which is never the maximum, like the pooling's own padding."""
     cells = _BATCH.get()
     if cells is None:
         return None
@@ -222,20 +222,20 @@ Forward = Callable[[Tensor], Sequence[Tensor]]
 
 
 def probe(network: nn.Module, forward: Forward, treatments: Sequence[Treatment], divisor: int) -> list[Treatment]:
-    """Test whether a network keeps images independent of the padding, and find its means over the map.
+    """Test whether a network keeps images independent of the padding, and find modules that average over the map.
 
     Two images, each twice, run in one padded batch. After every treated module, the padding of each copy gets different random
     numbers; a module whose output then differs between the copies has looked at the padding. If such a module contains no
     convolution or pooling, and its outputs agree once the padding is filled with the mean of the valid cells, it gets that
-    treatment. At the end, the maps of each image must equal those of the image alone. The first image is then on a canvas without
-    any padding. All computation is in float64. A table of module types could not decide this, because a module's own computation
+    treatment. At the end, the maps of each image must equal those of the image alone, where the first image has no padding at
+    all. All computation is in float64. A table of module types could not decide this, because a module's own computation
     between its submodules has no type.
 
     Args:
         network: network in float64 and in evaluation mode, with weights from :func:`unsettle`; the hooks stay on it.
         forward: images (B, 3, H, W) -> maps (B, C, h, w).
         treatments: treatments of its modules so far.
-        divisor: number that the height and width of every canvas must be multiples of.
+        divisor: number that must divide the height and width of every canvas.
 
     Returns:
         Further treatments that the network needs.

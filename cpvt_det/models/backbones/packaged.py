@@ -45,7 +45,7 @@ def read_weights(name: str, names: Iterable[str], read: Callable[[str], Mapping[
     Args:
         name: timm's name of the network, a key of ``PACKAGES``.
         names: names of the tensors of timm's classifier.
-        read: reader of a file's state dict.
+        read: function that reads a file's state dict.
 
     Returns:
         Tensors by timm's names.

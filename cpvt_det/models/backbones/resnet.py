@@ -59,7 +59,7 @@ class MaskedOps:
         return x.relu_() if self.padding_mask is None else x.mul_(self.at(stride).to(x.dtype)).relu_()
 
     def convolve(self, convolution: nn.Conv2d, norm: nn.Module, x: Tensor, stride: int, residual: Tensor | None = None) -> Tensor:
-        """``norm(convolution(x))`` with this stride, plus a residual, which may be overwritten; statistics are of valid cells."""
+        """``norm(convolution(x))`` with this stride, plus a residual, which may be overwritten; statistics use valid cells only."""
         x = convolution(x)
         x = norm(x) if isinstance(norm, FrozenBatchNorm2d) else norm(x, self.at(stride))
         return x if residual is None else x.add_(residual)
@@ -80,7 +80,7 @@ class ResNetBackbone(nn.Module):
             padding, and an image's features do not depend on the rest of its batch. In training, a batch's features do not depend
             on its padding.
         width: channels of the stem; the channels of all stages scale with it.
-        checkpointing: whether blocks are recomputed in the backward pass, so that their activations need not be stored.
+        checkpointing: whether to recompute blocks in the backward pass instead of storing their activations.
 
     Raises:
         UnknownNameError: an unknown name or norm.
@@ -89,7 +89,7 @@ class ResNetBackbone(nn.Module):
 
     masked_ops = MaskedOps
     masks_stages = False  # whether the last map of every stage is zero under the padding, returned or not
-    stem = (("conv1", "bn1"),)  # convolutions and norms of the map of stride 2
+    stem = (("conv1", "bn1"),)  # convolutions and norms at stride 2
 
     def __init__(
         self,
@@ -134,10 +134,10 @@ class ResNetBackbone(nn.Module):
         """Load the weights of a classifier.
 
         Args:
-            weights: torchvision's name of weights (``IMAGENET1K_V1``, ``DEFAULT``), downloaded once; or a file with the state dict
+            weights: torchvision's name for weights (``IMAGENET1K_V1``, ``DEFAULT``), downloaded once; or a file with the state dict
                 of a torchvision ResNet or of one of our models. Its classifier, and stages that this backbone does not have, are
                 ignored.
-            read: reader of a file's state dict.
+            read: function that reads a file's state dict.
 
         Raises:
             UnknownNameError: neither a known name nor a file.

@@ -76,7 +76,7 @@ class TimmBackbone(nn.Module):
         mask_padding: whether to keep the padding out of convolutions, poolings, means over the map and the statistics of norms, so
             that an image's features do not depend on the rest of its batch. Whether that is possible is tested when the network is
             first built, by :func:`cpvt_det.models.backbones.masking.probe`.
-        checkpointing: whether blocks are recomputed in the backward pass, so that their activations need not be stored.
+        checkpointing: whether to recompute blocks in the backward pass instead of storing their activations.
 
     Attributes:
         pixel_mean, pixel_std: means and standard deviations of R, G and B, from 0 to 255, for the weights of this name.
@@ -105,8 +105,8 @@ class TimmBackbone(nn.Module):
         survey = survey_network(name, mask_padding)
         if mask_padding and survey.reason:
             raise ValueError(
-                f"timm/{name} cannot keep the padding out of its features: {survey.reason}; choose another network, or take it all "
-                "the same, with features that depend on the batch, by MODEL.BACKBONE.MASK_PADDING False"
+                f"timm/{name} cannot keep the padding out of its features: {survey.reason}; choose another network, or set "
+                "MODEL.BACKBONE.MASK_PADDING False and accept features that depend on the batch"
             )
         network = _create(name, out_indices=_indices_of(stages, survey.strides, name))
         self.name, self.mask_padding, self.checkpointing = name, mask_padding, checkpointing
@@ -137,7 +137,7 @@ class TimmBackbone(nn.Module):
             weights: ``pip`` for the weights of an installed package; ``DEFAULT`` for timm's weights, downloaded once; or a file of
                 a state dict with timm's names, or of one of our models. Its head, and parts that this backbone does not have, are
                 ignored.
-            read: reader of a file's state dict.
+            read: function that reads a file's state dict.
 
         Raises:
             UnknownNameError: neither a known name nor a file.
@@ -191,7 +191,7 @@ class Survey:
         units: stage of each part, such as a block, in the order of the forward pass; a stage is the base-2 logarithm of its
             output's stride.
         treatments: treatments of modules that keep the padding out.
-        reason: reason why the treatments are not enough; empty if they are enough, or if that was not tested.
+        reason: why the treatments are not enough; empty if they are, or if this was not tested.
     """
 
     strides: tuple[int, ...]
@@ -280,7 +280,7 @@ class _Watch:
 
 
 def _units(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The parts of a network by name: its children, where the members of a sequence or list replace it."""
+    """The parts of a network by name: its children, with each sequence or list replaced by its members."""
     for name, child in module.named_children():
         if isinstance(child, (nn.Sequential, nn.ModuleList)):
             yield from _units(child, f"{prefix}{name}.")
@@ -315,7 +315,7 @@ def _maps(body: nn.Module, images: Tensor, indices: Sequence[int]) -> list[Tenso
 def _recompute_blocks(body: nn.Module, name: str) -> None:
     blocks = [block for _, unit in _units(body) for block in _blocks(unit)]
     if not blocks:
-        raise ValueError(f"timm/{name} has no blocks to compute again; set MODEL.CHECKPOINTING to False")
+        raise ValueError(f"timm/{name} has no blocks to recompute; set MODEL.CHECKPOINTING to False")
     for block in blocks:
         block.forward = partial(_run_again, block)
 
@@ -335,13 +335,13 @@ def _run_again(block: nn.Module, *args: object) -> object:
 
 
 def _run_block(block: nn.Module, cells: ValidCells | None, *args: object) -> object:
-    """Run a block with its batch set, because the backward pass that recomputes the block does not know the batch."""
+    """Run a block while its batch is set, because the backward pass that recomputes the block does not know the batch."""
     with of_batch(cells):
         return type(block).forward(block, *args)
 
 
 class _NormAct:
-    """Mixin with the dropout and the activation that timm keeps in its norms."""
+    """Mixin with the dropout and the activation that timm's norms contain."""
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
         """Normalise and activate; arguments as in :meth:`MaskedBatchNorm2d.forward`."""
@@ -366,7 +366,7 @@ BATCH_NORMS = {"BN": (MaskedBatchNorm2d, _BatchNormAct), "SyncBN": (MaskedSyncBa
 
 
 def _replace_norms(body: nn.Module, norm: str, is_masked: bool) -> None:
-    """Replace timm's trained batch norms, and its group norms, by norms that can leave out the padding."""
+    """Replace timm's trained batch norms, and its group norms, with norms that can leave out the padding."""
     for name, module in list(body.named_modules()):
         has_act = hasattr(module, "act")
         if isinstance(module, nn.BatchNorm2d) and norm in BATCH_NORMS and module.bias is not None:

@@ -57,7 +57,7 @@ def load_weights(body: nn.Module, name: str, weights: str, read: Callable[[str],
         name: timm's name of the network.
         weights: ``pip`` for the weights of an installed package; ``DEFAULT`` for timm's weights, downloaded once; or a file of a
             state dict with timm's names, or of one of our models. Its head, and parts that ``body`` does not have, are ignored.
-        read: reader of a file's state dict.
+        read: function that reads a file's state dict.
 
     Raises:
         UnknownNameError: neither a known name nor a file.

@@ -32,7 +32,7 @@ class TimmTransformer(nn.Module):
         stages: stage n of the only map, where 2 ** n is the power of 2 nearest to the stride; (4,) for patches of 14 or 16 pixels.
         freeze_at: threshold for freezing: all weights are frozen if it is at least the map's stage, and all are trained otherwise.
         mask_padding: whether the padding is kept out of the features; ``False`` treats the whole canvas as the image, as timm does.
-        checkpointing: whether blocks are recomputed in the backward pass, so that their activations need not be stored.
+        checkpointing: whether to recompute blocks in the backward pass instead of storing their activations.
 
     Attributes:
         pixel_mean, pixel_std: means and standard deviations of R, G and B, from 0 to 255, for the weights of this name.

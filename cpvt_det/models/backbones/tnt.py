@@ -26,7 +26,7 @@ STRIDE = 4  # image pixels per pixel token, along each side
 
 
 class TransformerInTransformer(VisionTransformer):
-    """A :class:`VisionTransformer` whose patches are made from pixel tokens, which every layer adds to their patch again.
+    """A :class:`VisionTransformer` whose patches are made from pixel tokens; every layer adds these to their patch again.
 
     By default, the patches have a position table; another encoding can replace it. The pixels of all patches share one table of 4 x
     4 cells. A PEG acts on the patches after a layer. Images may have any size.
@@ -37,7 +37,7 @@ class TransformerInTransformer(VisionTransformer):
         inner_channels: channels of pixel tokens, a multiple of 4.
         legacy: whether to build the network of the article's first version. Its stem convolution looks beyond a patch, and pixels
             are added to patches after a norm per pixel and a linear layer.
-        squeeze: whether the outer networks' outputs are weighted by channel (SE).
+        squeeze: whether the outer feed-forward outputs are weighted by channel (SE).
 
     Attributes:
         pixel_mean, pixel_std: channel statistics that the public weights expect.
@@ -202,10 +202,10 @@ def transformer_in_transformer(
         size: key of ``SIZES``.
         variant: ``legacy`` or ``se`` (``squeeze``), as in :class:`TransformerInTransformer`; empty for neither.
         position: builder of an encoding that replaces the table.
-        embed_dim: number of channels; 0 takes that of the named model. For other numbers, pixels have about a sixteenth as many
+        embed_dim: number of channels; 0 takes the named model's. For other numbers, pixels have about a sixteenth as many
             channels.
-        depth: number of layers; 0: 12.
-        num_heads: number of attention heads; 0 takes that of the named model.
+        depth: number of layers; 0 means 12.
+        num_heads: number of attention heads; 0 takes the named model's.
         patch_size: side of a patch in pixels, a power of 2; also the stride of the only map.
         num_tokens: number of tokens in addition to the patches: 1 for the class token, 2 for class and distillation tokens, 0 for
             none.

@@ -64,7 +64,7 @@ def convert_tnt(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     try:
         special, rows, pixels = (others.pop(name)[0] for name in ("cls_token", "patch_pos", "pixel_pos"))
     except KeyError as error:
-        raise WeightsError(f"these are no weights of TNT: they have no {error.args[0]}") from error
+        raise WeightsError(f"these are not weights of TNT: they have no {error.args[0]}") from error
     if pixels.dim() == 2:  # the authors': (pixels, C') -> (C', height, width)
         side = math.isqrt(len(pixels))
         pixels = pixels.T.unflatten(1, (side, side))

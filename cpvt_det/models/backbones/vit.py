@@ -47,7 +47,7 @@ class VisionTransformer(nn.Module):
             Encodings do not act on them. With a table, each of them has its own position vector.
         drop_path: rate of the last layer, as in :class:`cpvt_det.models.encoder.Encoder`.
         stages: stage n of the only map, as (n,); the map's stride is 2 ** n. ``None`` skips this check.
-        checkpointing: whether layers are recomputed in the backward pass, so that their activations need not be stored.
+        checkpointing: whether to recompute layers in the backward pass instead of storing their activations.
         layers: options of a subclass's layers.
 
     Attributes:
@@ -86,7 +86,7 @@ class VisionTransformer(nn.Module):
                 "simple_pyramid"
             )
         if num_tokens not in (0, 1, 2):
-            raise ValueError(f"tokens beside the patches are 0, 1 (class) or 2 (class and distillation), got {num_tokens}")
+            raise ValueError(f"tokens besides the patches must be 0, 1 (class) or 2 (class and distillation), got {num_tokens}")
         self.strides, self.channels, self.size_divisibility = [patch_size], [channels], patch_size
         self.num_tokens, self.drop_path = num_tokens, drop_path
         self.special_tokens = nn.Parameter(torch.empty(num_tokens, channels)) if num_tokens else None
@@ -112,7 +112,7 @@ class VisionTransformer(nn.Module):
             weights: a file with the names of facebookresearch/deit or timm, or of one of our classifiers. Its heads are ignored. A
                 table is ignored, with a line in the log, if this model has none. A PEG that is not in the file keeps its initial
                 values.
-            read: reader of a file's state dict.
+            read: function that reads a file's state dict.
 
         Raises:
             WeightsError: no such file, weights of a different network, or a table for a different grid.
@@ -238,9 +238,9 @@ def vision_transformer(
         family: ``deit``, whose own encoding is a table, or ``cpvt``, whose own encoding is one PEG after the first layer.
         size: key of ``SIZES``.
         position: builder of an encoding that replaces the family's own.
-        embed_dim: number of channels; 0 takes that of the named model.
-        depth: number of layers; 0: 12.
-        num_heads: number of attention heads; 0 takes that of the named model.
+        embed_dim: number of channels; 0 takes the named model's.
+        depth: number of layers; 0 means 12.
+        num_heads: number of attention heads; 0 takes the named model's.
         patch_size: side of a patch in pixels, a power of 2; also the stride of the only map.
         num_tokens: number of tokens in addition to the patches: 1 for the class token, 2 for class and distillation tokens, 0 for
             none.

@@ -42,7 +42,7 @@ def convert_deit(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
         special = torch.cat([others.pop(name)[0] for name in ("cls_token", "dist_token") if name in others])
         rows = others.pop("pos_embed")[0]
     except (KeyError, IndexError, RuntimeError, ValueError) as error:
-        raise WeightsError("these are no weights of DeiT: they have no cls_token (1, 1, C) and pos_embed (1, N, C)") from error
+        raise WeightsError("these are not weights of DeiT: they have no cls_token (1, 1, C) and pos_embed (1, N, C)") from error
     return {**split_table(special, rows), **{rename(name, _DEIT_NAMES): tensor for name, tensor in others.items()}}
 
 
@@ -55,8 +55,8 @@ def split_table(special: Tensor, rows: Tensor) -> dict[str, Tensor]:
     side = math.isqrt(len(rows) - len(special))
     if side * side != len(rows) - len(special):
         raise WeightsError(
-            f"the table has {len(rows)} rows: beside {len(special)} of tokens no square number, so its grid is not known"
-            + ("; without them it is, as in DeiT III, which is another network" if math.isqrt(len(rows)) ** 2 == len(rows) else "")
+            f"the table has {len(rows)} rows; without the {len(special)} of tokens this is no square number, so its grid is unknown"
+            + ("; with them it is, as in DeiT III, which is another network" if math.isqrt(len(rows)) ** 2 == len(rows) else "")
         )
     table = rows[len(special) :].unflatten(0, (side, side)).permute(2, 0, 1)  # (H * W, C) -> (C, H, W)
     return {
@@ -88,7 +88,7 @@ def load_vit(
     Args:
         backbone: a vision transformer.
         weights: path of the file.
-        read: reader of a file's state dict.
+        read: function that reads a file's state dict.
         convert: function that renames weights of other projects to our names.
         marker: pattern of a tensor name that occurs only in weights of other projects.
 
@@ -114,7 +114,7 @@ def load_vit(
     if table in found and found[table].shape[1:] != own[table].shape[1:]:
         raise WeightsError(
             f"{weights} has a table of {_grid(found[table])} cells, the backbone's has {_grid(own[table])}: set "
-            f"MODEL.BACKBONE.POSITION.GRID to {tuple(found[table].shape[1:])}; images may have other sizes all the same"
+            f"MODEL.BACKBONE.POSITION.GRID to {tuple(found[table].shape[1:])}; images may still have other sizes"
         )
     load_all(backbone, {**found, **{name: own[name] for name in kept}}, f"{weights} does not fit the backbone", spare=dropped)
     for names, what in ((dropped, "left out"), (kept, "not in the file; they keep their initial values")):

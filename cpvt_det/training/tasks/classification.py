@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Image classification: images with one class each are read, scores of all classes are predicted, and metrics contain top-1."""
+"""Image classification: read images with one class each, predict the scores of all classes, measure top-1."""
 
 import logging
 from collections.abc import Sequence

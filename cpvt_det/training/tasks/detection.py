@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Object detection: COCO-style data sets are read, boxes are predicted, and metrics contain AP."""
+"""Object detection: read COCO-style data sets, predict boxes, measure AP."""
 
 import logging
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ class DetectionTask(Task):
 
     main_figure = "bbox/AP"
     figures = ("AP", "AP50", "AP75", "APs", "APm", "APl")
-    constant = "the mean training box of each class, in every image the same"
+    constant = "the mean training box of each class, the same in every image"
 
     def check_data(self, decode: bool = False, examples: float = EXAMPLES) -> CheckedData:
         """Training and test sets with their faults, as :func:`cpvt_det.builders.check_datasets`."""
@@ -191,7 +191,7 @@ def _warn_of_low(scores: Sequence[float], threshold: float, where: str) -> None:
 
 
 def constant_detections(records: Records, most: int = 100) -> "Detections":
-    """One box for each class: the mean of its training boxes, in shares of the sides of their images.
+    """One box for each class: the mean of its training boxes, as shares of the sides of their images.
 
     A model must beat this baseline to have learned more than where objects usually are.
 

@@ -35,7 +35,7 @@ class Task(ABC):
 
     Both runners, ``check-data``, ``show data``, studies and the checkpoints of a run use it.
 
-    Methods that compute import torch when they are called, because ``cpvt-det check-data`` uses the task without torch.
+    Methods import torch only when they are called, because ``cpvt-det check-data`` uses the task without torch.
 
     Args:
         cfg: config of the run. ``load_splits`` and ``load_tests`` set its ``MODEL.NUM_CLASSES``; call one of them first.

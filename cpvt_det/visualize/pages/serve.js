@@ -30,7 +30,7 @@ function say(name, text) {
 function refusal(file) {
   if (!file.size) return "it is empty (0 bytes)";
   if (file.size <= data.maxUpload) return null;
-  return `${(file.size / 1e6).toFixed(1)} MB are too much: at most ${data.maxUpload / 1e6} MB are taken (--max-upload)`;
+  return `${(file.size / 1e6).toFixed(1)} MB are too much: at most ${data.maxUpload / 1e6} MB are accepted (--max-upload)`;
 }
 
 /** Take files: [{file, name}]. */
