@@ -26,8 +26,8 @@ def get_cfg() -> CfgNode:
     """
     cfg = CfgNode()
     cfg.VERSION = 2  # version of the config format, as in detectron2
-    cfg.OUTPUT_DIR = "./output"  # folder for all files that a run writes; one run at a time
-    cfg.TASK = "detection"  # what is read, trained and measured: detection, classification, or a registered task of your own
+    cfg.OUTPUT_DIR = "./output"  # folder for all files that a run writes; only one run may use it at a time
+    cfg.TASK = "detection"  # what to train and measure: detection, classification, or a registered task of your own
     cfg.TASK_OPTIONS = CfgNode(new_allowed=True)  # options of a task of your own
     cfg.CALLBACKS = []  # observers of a training run: wandb, mlflow or your own; names, or [name, {option: value}]
     cfg.SEED = -1  # seed of weights, data order and augmentation; negative: a random seed per run, which is logged
@@ -43,12 +43,12 @@ def get_cfg() -> CfgNode:
     cfg.TEST.EVALUATOR = "faster_coco_eval"  # faster_coco_eval, or pycocotools, the reference
     cfg.TEST.BEST_FIGURE = ""  # figure that selects the best checkpoint, such as AP50 or AP-cat; empty: the task's main one, AP
     cfg.TEST.TILES = CfgNode()
-    cfg.TEST.TILES.SIZE = 0  # side in pixels, at least 32, of the tiles that larger images are cut into; 0: they are not cut
+    cfg.TEST.TILES.SIZE = 0  # side in pixels, at least 32, of the tiles that larger images are cut into; 0: no tiles
     cfg.TEST.TILES.OVERLAP = 0.2  # smallest overlap of neighbours, as a share of a tile's side; at least the size of small objects
-    cfg.TEST.TILES.MERGE = "ios"  # nms: merge detections by intersection over union; ios: for cut objects, over the smaller box
+    cfg.TEST.TILES.MERGE = "ios"  # merge by intersection over union (nms) or, for cut objects, over the smaller box (ios)
     cfg.TEST.TILES.WHOLE = True  # True: detect in the whole image too, for objects that are larger than a tile
     cfg.TEST.PICTURES = 8  # number of images drawn next to their ground truth after the last evaluation
-    cfg.TEST.PICTURE_THRESHOLD = None  # lowest score that is drawn and counted in the report; None: the stored one with the best F1
+    cfg.TEST.PICTURE_THRESHOLD = None  # lowest score to draw and count in the report; None: the stored threshold with the best F1
     cfg.TEST.REPORT = False  # True: after the last evaluation write curves, confusion matrix, thresholds, worst images to report/
     return cfg
 
@@ -62,11 +62,11 @@ def _add_model(cfg: CfgNode) -> None:
     model.FREEZE = []  # parts that are not trained: backbone, encoder, decoder, position, transformer.encoder.layers.0, ...
     model.CHECKPOINTING = False  # True: compute backbone and encoder twice per step, which takes about half the memory
     model.NUM_CLASSES = 0  # number of classes; 0: read it from the training data; else it must match the data
-    model.PIXEL_MEAN = list(defaults.PIXEL_MEAN)  # mean of R, G and B, 0 to 255; timm backbones replace defaults by their own
+    model.PIXEL_MEAN = list(defaults.PIXEL_MEAN)  # mean of R, G and B, 0 to 255; timm backbones replace the default with their own
     model.PIXEL_STD = list(defaults.PIXEL_STD)  # the model gets (pixels - PIXEL_MEAN) / PIXEL_STD; timm: as for PIXEL_MEAN
 
-    # The nodes of parts (DETECTOR, BACKBONE, NECK, POSITION, QUERIES, CRITERION.CLASSIFICATION) take the options of the part that
-    # they name: keywords of its constructor, in upper case. None removes an option that an earlier file has set.
+    # A part's node (DETECTOR, BACKBONE, NECK, POSITION, QUERIES, CRITERION.CLASSIFICATION) takes the options of the part that it
+    # names: keywords of its constructor, in upper case. None removes an option that an earlier file has set.
     model.DETECTOR = CfgNode(new_allowed=True)  # options of META_ARCHITECTURE
     _add_features(model)
     _add_transformer(model)
@@ -88,7 +88,7 @@ def _add_features(model: CfgNode) -> None:
     model.BACKBONE.STAGES = (5,)  # stages, 2 to 5, whose feature maps, of strides 4 to 32, are used; DETR uses one
     model.BACKBONE.DC5 = False  # True: stage 5 is dilated and keeps the stride of stage 4
     model.BACKBONE.FREEZE_AT = 2  # last stage that keeps its pretrained weights (is frozen); 1 is the stem, 0 trains all stages
-    model.BACKBONE.MASK_PADDING = True  # padding stays zero in every map; False: it leaks in, as in the official code's batches
+    model.BACKBONE.MASK_PADDING = True  # True: keep padding zero in all maps; False: it leaks in, as in the official code's batches
     model.BACKBONE.POSITION = CfgNode(new_allowed=True)  # deit, cpvt, tnt: encoding of the patches
     model.BACKBONE.POSITION.NAME = ""  # deit, cpvt, tnt: as MODEL.POSITION; empty: default (table, for cpvt peg_plain)
 
@@ -153,7 +153,7 @@ def _add_data(cfg: CfgNode) -> None:
     cfg.INPUT.CLASSIFY.RATIO = (0.75, 4 / 3)  # training: smallest and largest width of a crop, as a multiple of its height
     cfg.INPUT.CLASSIFY.RANDAUGMENT = ()  # RandAugment: number of operations and magnitude, 0 to 30, such as (2, 27); (): none
     cfg.INPUT.CLASSIFY.ERASE = 0.0  # probability that a rectangle of a training image is erased
-    cfg.INPUT.CLASSIFY.MIXUP = 0.0  # Mixup: parameter of its Beta distribution; 0: none; with CutMix, each on half of the batches
+    cfg.INPUT.CLASSIFY.MIXUP = 0.0  # Mixup: parameter of its Beta distribution; 0: none; with CutMix, each gets half of the batches
     cfg.INPUT.CLASSIFY.CUTMIX = 0.0  # CutMix: parameter of its Beta distribution; 0: none
     cfg.INPUT.CLASSIFY.REPEATS = 1  # copies of an image in a batch, augmented differently; an epoch has 1/REPEATS of the images
     cfg.INPUT.CLASSIFY.TEST_SIZE = 224  # evaluation: side of the crop in pixels
@@ -168,7 +168,7 @@ def _add_data(cfg: CfgNode) -> None:
 
     cfg.DATALOADER = CfgNode()
     cfg.DATALOADER.NUM_WORKERS = 4  # number of processes that load and augment images; 0: the training process does it
-    cfg.DATALOADER.PATIENCE = 300.0  # seconds to wait for an image; one whose mount or server is away is tried again
+    cfg.DATALOADER.PATIENCE = 300.0  # seconds to wait for an image; while its mount or server is away, reading is retried
     cfg.DATALOADER.ASPECT_RATIO_GROUPING = True  # True: a batch has only wide or only tall images, which saves padding
     cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS = False  # True: skip training images without objects; DETR learns from them too
 
@@ -190,7 +190,7 @@ def _add_solver(cfg: CfgNode) -> None:
     solver.BACKBONE_LR = 2e-5  # learning rate of the backbone
     solver.POINTS_LR_MULTIPLIER = 0.1  # factor on BASE_LR for Deformable-DETR's sampling offsets and reference points
     solver.LR_MULTIPLIERS = []  # learning rate factors, [part, factor] each: ["backbone.body.layer2", 0.5]; nested parts multiply
-    solver.LAYER_DECAY = 1.0  # factor on the backbone's learning rate per layer (in convolutional ones, stage) after a weight
+    solver.LAYER_DECAY = 1.0  # factor on the learning rate of a backbone weight for each later layer (in convolutional ones, stage)
     solver.WEIGHT_DECAY = 1e-4  # weight decay of AdamW
     solver.WEIGHT_DECAY_NORM = None  # weight decay of norms; None: WEIGHT_DECAY, as in the recipe
     solver.WEIGHT_DECAY_PEG = None  # weight decay of PEGs; None: as for the same kinds of parameters elsewhere
@@ -202,15 +202,15 @@ def _add_solver(cfg: CfgNode) -> None:
     solver.AMP.DTYPE = "bfloat16"  # bfloat16 or float16
     solver.EMA = CfgNode()
     solver.EMA.ENABLED = False  # True: keep a moving average of the weights and evaluate it instead of the weights
-    solver.EMA.DECAY = 0.9997  # share of the old average that is kept in each step
-    solver.MAX_BAD_STEPS = 10  # a step with a NaN or an infinity is skipped; this many in a row stop the run
+    solver.EMA.DECAY = 0.9997  # share of the old average that each step keeps
+    solver.MAX_BAD_STEPS = 10  # number of steps in a row with a NaN or an infinity that stops the run; such steps are skipped
     solver.CHECKPOINT_PERIOD = 5000  # iterations between checkpoints
-    solver.CHECKPOINT_MINUTES = 60.0  # minutes after which a checkpoint is written too; checked every LOG_PERIOD
+    solver.CHECKPOINT_MINUTES = 60.0  # a checkpoint is also written after this many minutes; checked every LOG_PERIOD
     solver.CHECKPOINT_KEEP = 3  # number of newest periodic checkpoints to keep, besides the best and the final one
-    solver.EARLY_STOPPING = 0  # number of evaluations in a row without a new best after which the run ends; 0: never
+    solver.EARLY_STOPPING = 0  # the run ends after this many evaluations in a row without a new best; 0: never
     solver.LOG_PERIOD = 20  # iterations between log lines
-    solver.THREADS = 0  # threads of each process of a run on a CPU; 0: as many as torch takes, one per core (OMP_NUM_THREADS)
-    solver.COLLECTIVE_TIMEOUT = 1800.0  # seconds that a process waits for the others of its run before it ends
+    solver.THREADS = 0  # threads of each process of a run on a CPU; 0: torch's default, one per core (OMP_NUM_THREADS)
+    solver.COLLECTIVE_TIMEOUT = 1800.0  # seconds that a process waits for the others of its run before it gives up
 
 
 SAME_RUN = re.compile(
@@ -223,7 +223,7 @@ SAME_RUN = re.compile(
 
 
 def changed_keys(before: str, now: str) -> list[str]:
-    """The keys that affect a run's steps and differ between two configs.
+    """The keys that affect a run's steps and that differ between two configs.
 
     Args:
         before, now: YAML of :meth:`CfgNode.dump`.

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every room uses, and nothing of a model: boxes, structures, classes, errors, files, memory, processes, registries."""
+"""Code that all packages share and that knows no model: boxes, structures, classes, errors, files, memory, registries."""

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions of boxes, (..., 4) tensors. The format is part of every name."""
+"""Functions on boxes, (..., 4) tensors. Every name states the box format."""
 
 import torch
 from torch import Tensor
 
 
 def cxcywh_to_xyxy(boxes_cxcywh: Tensor) -> Tensor:
-    """Centre and size to corners.
+    """Convert centre and size to corners.
 
     Args:
         boxes_cxcywh: (..., 4) float, cxcywh in any unit.
@@ -19,7 +19,7 @@ def cxcywh_to_xyxy(boxes_cxcywh: Tensor) -> Tensor:
 
 
 def xyxy_to_cxcywh(boxes_xyxy: Tensor) -> Tensor:
-    """Corners to centre and size; the inverse of :func:`cxcywh_to_xyxy`.
+    """Convert corners to centre and size; the inverse of :func:`cxcywh_to_xyxy`.
 
     Args:
         boxes_xyxy: (..., 4) float, xyxy in any unit.
@@ -47,7 +47,7 @@ def generalized_iou(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:
     """Generalised intersection over union, elementwise over broadcast leading dimensions.
 
     For all pairs of (N, 4) and (M, 4) call it with ``boxes1[:, None]`` and ``boxes2[None]``. For two boxes without area at the
-    same point, the result is 0 with zero gradient, where the plain quotient is NaN.
+    same point, the result is 0 with zero gradient; the plain quotient would be NaN.
 
     Args:
         boxes1_xyxy: (..., 4) float, xyxy.
@@ -76,7 +76,7 @@ def generalized_iou(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:
 
 @torch.no_grad()
 def intersection_over_union(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:
-    """Intersection over union without a gradient, elementwise over broadcast leading dimensions; 0 where both have no area.
+    """Intersection over union without a gradient, elementwise over broadcast leading dimensions; 0 where neither has an area.
 
     Args:
         boxes1_xyxy: (..., 4) float, xyxy, no side below 0.

@@ -37,7 +37,7 @@ def all_reduce_mean(values: Tensor) -> Tensor:
 
 
 def all_reduce_max(value: float) -> float:
-    """The largest number of all processes, exchanged on the host with gloo, even if gradients go through NCCL.
+    """The largest value over all processes, exchanged on the host with gloo, even if gradients go through NCCL.
 
     Args:
         value: an int or a float, of the same type in all processes; the result has this type.
@@ -86,7 +86,7 @@ def broadcast_object(value: Any) -> Any:
 
 
 def share_buffers(module: nn.Module) -> None:
-    """Copy the buffers of the first process to all others, because running statistics of an unsynchronised batch norm differ."""
+    """Copy the first process's buffers to all others, because the running statistics of unsynchronised batch norms differ."""
     if is_initialized():
         for buffer in module.buffers():
             dist.broadcast(buffer, 0)

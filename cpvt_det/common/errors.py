@@ -53,7 +53,7 @@ class DeadWorkerError(RunStoppedError):
 
 
 class InterruptedRun(KeyboardInterrupt):
-    """A run that a signal ended after it saved a checkpoint.
+    """A run that saved a checkpoint and ended because of a signal.
 
     Args:
         signum: number of the signal.

@@ -17,7 +17,7 @@ def in_steps(step: Callable[..., tuple[Tensor, ...]], carry: tuple[Tensor, ...],
     """``carry = step(number, *carry)`` for every number below ``count``; the number is (1,) int64.
 
     In an exported program this is torch's ``scan``, traced once instead of ``count`` times. So that OpenVINO can read it,
-    everything must come from ``carry``, shapes and dtypes must not change, and numbers must be rows.
+    everything must come from ``carry``, shapes and dtypes must not change, and scalars must have shape (1,).
     """
     numbers = torch.arange(count, device=carry[0].device)[:, None]
     if not is_exporting():

@@ -84,7 +84,7 @@ class PartRegistry(Registry):
 
         Args:
             name: a registered name.
-            facts: properties of the model by name; the builder gets those that it has parameters for.
+            facts: properties of the model by name; the builder gets those for which it has a parameter.
             options: settings of this part by name; the builder must accept all of them.
 
         Raises:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The data classes that modules exchange, and the functions from image sizes to padding masks.
 
-On the path of one image they come after ``data/mapper.py``, around ``models/detector.py``, and before ``losses/`` and
-``evaluation/``.
+``data/mapper.py`` fills them, ``models/detector.py`` takes and returns them, and ``losses/`` and ``evaluation/`` read them.
 """
 
 from collections.abc import Sequence
@@ -115,7 +114,7 @@ class Predictions:
             (D, B, Q', 4), with ``objects`` and ``groups``.
         objects: (B, Q) int64, the index of the target that each query stands for, or -1 for none; for denoising queries only,
             which need no matching.
-        groups: number of times that each target is among ``objects``, by which the losses are divided.
+        groups: number of times that each target occurs in ``objects``; the losses are divided by it.
         by_class: whether the logits of proposals are class logits, instead of one row for "an object".
         hybrid: predictions of further queries that exist in training only, logits (D, B, Q', K') and boxes (D, B, Q', 4); the loss
             matches several of them with each object.
@@ -149,8 +148,8 @@ class ClassLogits:
     """The answer of a classifier for a batch.
 
     Attributes:
-        logits: (H, B, K) of at least float32, for each of the H heads. There is one head, or with a distillation token a second
-            one, which learns from the teacher. The mean over the heads is the answer.
+        logits: (H, B, K), at least float32, from H heads: one, and with a distillation token a second, which learns from the
+            teacher. The mean over the heads is the answer.
     """
 
     logits: Tensor
@@ -257,7 +256,7 @@ def padding_mask_of(image_sizes: Sequence[Size], canvas: Size, device: torch.dev
 def level_padding_mask(padding_mask: Tensor, stride: int) -> Tensor:
     """The padding mask of a feature map: a cell is valid if it starts on a valid pixel.
 
-    This gives ``ceil(size / stride)`` valid rows and columns, as many as a strided convolution gives for the image alone.
+    This gives ``ceil(size / stride)`` valid rows and columns, as a strided convolution does for the image alone.
 
     Args:
         padding_mask: (B, H, W) bool, True = padded.

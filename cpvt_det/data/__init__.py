@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files -> samples."""
+"""From files to samples."""
 
 import os
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ def read_folder(path: str | os.PathLike[str], data_format: str = "", new_split: 
         corrections.
 
     Raises:
-        DataError: a folder without data sets, or images or boxes with faults.
+        DataError: a folder without data sets, or with faulty images or boxes.
     """
     import tempfile
     from pathlib import Path

@@ -40,7 +40,7 @@ TWICE = "boxes that an image has twice, of one class, left out"
 
 
 class Entries:
-    """The valid entries of a COCO JSON's sections; annotations are read a second time if they come before the images.
+    """The valid entries of a COCO JSON's sections; the annotations are read a second time if they precede the images.
 
     Images that share an id are left out, because a box with that id could belong to any of them.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches of a large data set: its table, which all processes of a machine share, and the issues found in its images."""
+"""Caches for large data sets: the table, which all processes of a machine share, and the issues found in the images."""
 
 import contextlib
 import hashlib
@@ -33,16 +33,16 @@ TICK = 2.0  # seconds, the coarsest time step of a file system: a file may chang
 
 
 def read_once(files: DatasetFiles, folder: Path, read: Callable[[DatasetFiles], Table]) -> Table:
-    """Read a data set, or map the file in which an earlier run cached it.
+    """Read a data set, or map the file in which an earlier run has cached it.
 
-    The file's name contains hashes of the source's path, of the sizes and times of its files, and of the code that reads them. The
-    file is either complete or absent. If several processes start, one reads and the others wait. Cached files of earlier states of
-    the source are removed, except those that a process has mapped. If the folder cannot be written to, only time is lost.
+    The cached file's name contains hashes of the source's path, of the sizes and times of its files, and of the code that reads
+    them. It is either complete or absent. If several processes start, one reads and the others wait. Cached files of earlier states
+    of the source are removed, except those that a process has mapped. If the folder cannot be written to, only time is lost.
 
     Args:
         files: files of the data set.
         folder: folder of the cached files; created if missing.
-        read: reader of the files.
+        read: function that reads the files.
 
     Returns:
         The table that ``read`` returns, mapped from the cached file if there is one.
@@ -120,7 +120,7 @@ def _short(text: str) -> str:
 
 
 def _state_of(path: str | Path) -> list[int]:
-    """Size, modification time and change time of a file or folder, empty if it is missing. No copy preserves the change time."""
+    """Size, modification time and change time of a file or folder; empty if it is missing. No copy preserves the change time."""
     with contextlib.suppress(OSError, ValueError):
         found = os.stat(path)
         return [found.st_size, found.st_mtime_ns, found.st_ctime_ns]
@@ -140,10 +140,10 @@ def hash_of_code(reader: str = "") -> str:
 
 
 class KeptLook:
-    """The cached result of looking at all image files of a data set.
+    """The cached result of checking all image files of a data set.
 
-    It is valid as long as nothing in the image folders is added, removed or renamed, and images with faults do not change. Any
-    other image that is overwritten is noticed when it is read, because its size is compared then.
+    It is valid while nothing in the image folders is added, removed or renamed, and images with faults do not change. Any other
+    image that is overwritten is noticed when it is read, because its size is compared then.
 
     Args:
         records: records of the data set.
@@ -156,7 +156,7 @@ class KeptLook:
         self._path: Path | None = None
         self._states: dict[str, list[int]] = {}
         self._start = time.time_ns()
-        # files at URLs have nothing that shows a change, except tar files, whose index does
+        # nothing shows a change of files at URLs, except the index of tar files
         if folder and len(records) >= FEW and (self._shards or not is_url(records.root)):
             self._path = Path(folder).expanduser() / f"{self._hash()}.images.json"
 
@@ -168,7 +168,7 @@ class KeptLook:
             kept = json.loads(self._path.read_text(encoding="utf-8"))
             if all(_state_of(path) == state for name in ("states", "faulty") for path, state in kept[name].items()):
                 return Looked(Issues.from_json(kept["issues"]), kept["left_out"])
-        self._states = self._states_of_folders()  # before the look, so that no change in between is missed
+        self._states = self._states_of_folders()  # before the check, so that no change in between is missed
         return None
 
     def save(self, looked: Looked) -> None:
@@ -178,12 +178,12 @@ class KeptLook:
         places = np.flatnonzero(np.isin(self._records.image_ids, looked.faulty)).tolist()
         faulty = {path: _state_of(path) for path in map(self._records.path, places)}
         if any(state and max(state[1:]) >= self._start - TICK * 1e9 for state in faulty.values()):
-            return  # an image may have changed since the look
+            return  # an image may have changed since the check
         kept = {"states": self._states, "faulty": faulty, "left_out": looked.faulty}
         try:
             write_json({**kept, "issues": looked.issues.to_json()}, self._path)
         except OSError as error:
-            logger.warning("What was found in the images is not kept in %s: %s", self._path.parent, error)
+            logger.warning("The result of checking the images is not cached in %s: %s", self._path.parent, error)
 
     def _states_of_folders(self) -> dict[str, list[int]]:
         """The states of the folders of the images, or of the tar files and their index."""
@@ -195,7 +195,7 @@ class KeptLook:
         return {place: _state_of(place) for place in places}
 
     def _hash(self) -> str:
-        """A hash of names, ids and sizes of the images, of where they are, and of the code that looks at them."""
+        """A hash of the images' names, ids, sizes and places, and of the code that checks them."""
         records, table = self._records, self._records.table
         arrays = [table.names, *(table.images[name] for name in ("id", "height", "width", "name_size")), records.indices]
         if self._shards:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of data sets -> their files."""
+"""The files of data sets, by name."""
 
 import os
 from collections.abc import Sequence
@@ -34,9 +34,9 @@ class DatasetFiles:
 
 
 def find_datasets(names: Sequence[str], registered: Sequence[Sequence[str]] = ()) -> list[DatasetFiles]:
-    """Find data sets by name: those of the config, and the builtin ``coco_2017_`` and ``shapes_`` with ``train`` and ``val``.
+    """Find data sets by name: those of the config, and the builtin ``coco_2017_`` and ``shapes_``, each with ``train`` and ``val``.
 
-    The builtin ones are below the folder in ``DETECTRON2_DATASETS``, by default ``./datasets``.
+    The builtin ones are in the folder that ``DETECTRON2_DATASETS`` names, by default ``./datasets``.
 
     Args:
         names: ``DATASETS.TRAIN`` or ``DATASETS.TEST``.

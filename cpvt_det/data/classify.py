@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A record -> a sample for image classification: decode the image, crop and augment it.
+"""Turn a record into a sample for image classification: decode the image, crop and augment it.
 
 The augmentations are torchvision's. Their random numbers come from torch's state, which the loader sets from seed, epoch and image,
 so a resumed run repeats them. Mixup and CutMix, which mix images of a batch, are in ``solver/classify.py``.
@@ -36,7 +36,7 @@ def crop_transform(
         size: side of the crop in pixels.
         scale: smallest and largest area of the crop window, as a fraction of the image's area.
         ratio: smallest and largest width of the window, as a multiple of its height.
-        flip: whether half of the images are mirrored.
+        flip: whether to mirror half of the images.
         randaugment: number of operations and their magnitude, 0 to 30; empty for no RandAugment.
         erase: probability that a rectangle is erased.
         erase_with: RGB colour of erased pixels, three values from 0 to 255.

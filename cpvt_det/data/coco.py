@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""COCO JSON -> records of images with the boxes to learn, and the ground truth for evaluation.
+"""From COCO JSON to records of images with the boxes to learn, and the ground truth for evaluation.
 
 This is the start of the data pipeline; ``data/mapper.py`` comes next. Other formats are read by ``data/formats/``. Boxes that are
 left out of the records are also left out of the ground truth; ``data/validation/rules.py`` defines which ones.
@@ -39,7 +39,7 @@ class CocoDataset:
     Attributes:
         name: registered name of the data set.
         classes: ids and names of the classes.
-        records: one record per image, also for images without objects, with the boxes that count in evaluation, crowds included.
+        records: one record per image, even without objects, with the boxes that count in evaluation, including crowds.
         issues: issues found in the file; images and boxes with faults are not in ``records``.
     """
 
@@ -61,7 +61,7 @@ class CocoDataset:
 
 
 def describe_records(records: Records) -> dict[str, Any]:
-    """The number of training images of a run, and a hash of these images in their order, which does not depend on file paths."""
+    """The number of training images of a run, and a hash of their records in order, which does not depend on file paths."""
     table, *others = (table for table, _ in records.parts)
     is_whole = len(records) == len(table.images) and not others
     return {"images": len(records), "sha256": (is_whole and table.about.get("sha256")) or _digest(records)}
@@ -93,7 +93,7 @@ def load_coco(files: DatasetFiles) -> CocoDataset:
 
 
 def read_coco(files: DatasetFiles, examples: float = EXAMPLES, cache: Path | None = None) -> CocoDataset:
-    """Read a data set without the entries that have faults; these are in ``issues``.
+    """Read a data set without its faulty entries, which are listed in ``issues``.
 
     Args:
         files: files of the data set; for COCO JSON, the images are not opened.

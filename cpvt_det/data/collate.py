@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Passing the samples of a batch from a data worker to the run, as one tensor.
+"""Pass the samples of a batch from a data worker to the run, as one tensor.
 
-torch would give each of their tensors a file in /dev/shm, which holds 64 MB in a container, and a file descriptor, of which a
-process often has only 1024.
+torch would give each tensor a file in /dev/shm, which often holds only 64 MB in a container, and a file descriptor, of which
+a process often has only 1024.
 """
 
 import io

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Image files: where they are, their headers and their pixels.
+"""Image files: their places, headers and pixels.
 
-``images/1.jpg`` is a file, ``shards/{000000..000011}.tar/1.jpg`` a member of one of twelve tar files, and ``https://host/images/1.jpg``
-is read by fsspec, like any other URL that it knows. Tar files may be at URLs, too.
+``images/1.jpg`` is a file, ``shards/{000000..000011}.tar/1.jpg`` is a member of one of twelve tar files, and fsspec reads
+``https://host/images/1.jpg``, like any other URL that it knows. Tar files may be at URLs, too.
 
-All images become 8-bit RGB. They are turned as by Pillow's ``ImageOps.exif_transpose``: by EXIF data, by the EXIF data that
+All images become 8-bit RGB. They are turned as Pillow's ``ImageOps.exif_transpose`` does, by EXIF data, by the EXIF data that
 ImageMagick writes into the text of a PNG, or by XMP. Damaged EXIF data are ignored. 16-bit pixels are reduced to their high byte,
 and transparency is dropped. Pixels without a fixed range (floats, 32-bit integers) are refused, and so are images with more pixels
-than Pillow's limit, which :data:`LIMIT` replaces.
+than Pillow's limit, which :data:`LIMIT` can replace.
 """
 
 import contextlib
@@ -111,8 +111,8 @@ def open_image(path: str) -> BinaryIO:
 
 
 def _open_elsewhere(path: str) -> BinaryIO:
-    """Open a path that is not a file as written: a member of tar files, a URL, or the path of a file in another Unicode form, where
-    "é" is one character or two."""
+    """Open a path that is not a file as written: a member of tar files, a URL, or a file whose name has another Unicode form, in
+    which "é" is one character or two."""
     shards, name = split_at_shards(path)
     if shards:
         return open_shards(shards).open(name)
@@ -210,7 +210,7 @@ def _turn(pixels: "Tensor", orientation: int) -> "Tensor":
 
 
 def _set_up_decoders() -> None:
-    """Let Pillow and torchvision read up to our limit of pixels, without warnings, which ``-W error`` would turn into errors.
+    """Let Pillow and torchvision read up to our limit of pixels without warnings, which ``-W error`` would turn into errors.
 
     Threads cannot share ``catch_warnings``. Adding the filter only once is not enough, because others, such as pytest, put theirs
     before it.
@@ -228,7 +228,7 @@ def _set_up_decoders() -> None:
 
 
 def _open(path: str, content: bytes | None = None) -> tuple[BinaryIO, bytes | None]:
-    """The open file, at its start; and its format, judged by its first bytes: ``JPEG``, ``PNG``, or ``None`` for others.
+    """The open file, at its start, and its format according to its first bytes: ``JPEG``, ``PNG``, or ``None`` for others.
 
     Raises:
         DataError: an empty file, or one that cannot be opened.
@@ -284,7 +284,7 @@ def _orientation(image: Image.Image) -> int:
     In a PNG that is not decoded yet, Pillow finds only data before the pixels. In a decoded TIFF it finds nothing.
     """
     try:
-        value = Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1)  # not a PNG's own, which decodes it
+        value = Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1)  # a PNG's own method would decode the image
     except Exception:  # ``SyntaxError`` and ``struct.error`` among others
         return 1
     return value if value in FLIPS else 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The entries of a JSON object's long lists one by one, so that a file need not fit into memory."""
+"""Read the long lists of a JSON object entry by entry, so that a file need not fit into memory."""
 
 import json
 import re
@@ -13,7 +13,7 @@ SPACE = re.compile(r"[ \t\n\r]*")
 
 
 class NotAStreamError(ValueError):
-    """The file must be read as a whole: it is broken, is not an object, or has a section that is not a list or a name twice."""
+    """The file must be read as a whole: it is broken, is not an object, repeats a name, or has a section that is not a list."""
 
 
 def entries(path: Path, sections: Collection[str]) -> Iterator[tuple[str, Any]]:
@@ -21,7 +21,7 @@ def entries(path: Path, sections: Collection[str]) -> Iterator[tuple[str, Any]]:
 
     Args:
         path: file of a JSON object.
-        sections: names of the lists to read; all else is skipped.
+        sections: names of the lists to read; everything else is skipped.
 
     Raises:
         NotAStreamError: a file that must be parsed as a whole; some entries may have been returned before.
@@ -82,7 +82,7 @@ class _Text:
                 return value
 
     def parts(self, first: str, last: str) -> Iterator[None]:
-        """Go past one list or object between two brackets; the caller goes past each part of it."""
+        """Go past one list or object between two brackets; at each ``yield`` the caller goes past one part of it."""
         self.require(first)
         if self.peek() != last:
             yield

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files below a folder, listed once; images and splits are recognised by their names, and hidden files are left out."""
+"""The files below a folder, listed once. Images and splits are recognised by name, and hidden files are left out."""
 
 import glob
 import os
@@ -36,11 +36,11 @@ def is_image(name: str) -> bool:
 
 
 def walk(top: str | Path, seen: set[str]) -> Iterator[tuple[str, list[str]]]:
-    """A folder and those below it, each with its file names, sorted by name; hidden ones and ``NOT_THE_USERS`` are left out.
+    """A folder and those below it, by name, each with its sorted file names; hidden ones and ``NOT_THE_USERS`` are left out.
 
     Args:
         top: the folder.
-        seen: real paths of folders to leave out, such as those that a link leads back to; the folders of this walk are added.
+        seen: real paths of folders to leave out, so that a link cannot lead back to them; this walk adds its folders.
     """
     for folder, names, files in os.walk(top, followlinks=True):
         real = os.path.realpath(folder)
@@ -60,7 +60,7 @@ def files_below(folder: Path, split: str = "") -> Iterator[str]:
 
 
 class Listing:
-    """All files below folders; hidden ones and those of ``NOT_THE_USERS`` are left out.
+    """All files below one or several folders; hidden ones and those in ``NOT_THE_USERS`` are left out.
 
     Args:
         root: the folder.
@@ -112,7 +112,7 @@ class Listing:
         return [path for path in self.images if path.parent in inside]
 
     def parts_of(self, path: Path) -> tuple[str, ...]:
-        """The parts of a path below the root, or below another folder of the listing; empty for a path outside of them."""
+        """The parts of a path below the root, or below another folder of the listing; empty for a path outside these."""
         for top in self._tops:
             if path.is_relative_to(top) and os.pardir not in (parts := path.parts[len(top.parts) :]):
                 return parts

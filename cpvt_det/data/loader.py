@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches of samples from any iteration on, the same for any number of workers.
+"""Batches of samples, starting at any iteration, and the same for any number of workers.
 
-A sample's random state depends only on (seed, epoch, image), and a batch only on (seed, iteration). A resumed run therefore needs
-only its iteration to continue where it stopped.
+A sample's random state depends only on (seed, epoch, image), and a batch only on (seed, iteration). A run therefore needs only
+its iteration to resume where it stopped.
 """
 
 import atexit
@@ -32,7 +32,7 @@ logger = logging.getLogger("cpvt_det")
 Draw = tuple[int, int]
 """(epoch, index of the record)."""
 
-NEWS = 5.0  # seconds within which torch notices that a worker ended; the worker's signal ends the wait earlier
+NEWS = 5.0  # seconds within which torch notices that a worker ended; usually the worker's signal ends the wait earlier
 
 
 class MappedDataset(Dataset):
@@ -40,7 +40,7 @@ class MappedDataset(Dataset):
 
     Args:
         records: records of one or more data sets.
-        mapper: mapper from a record to a sample.
+        mapper: function from a record to a sample.
         seed: seed of the run.
         closing: an epoch, counted from 0, and the mapper to use from it on; ``None``: ``mapper`` for all epochs.
         patience: seconds for which an unreachable image is retried, and for which a batch waits while no data worker finishes an
@@ -92,7 +92,7 @@ class MappedDataset(Dataset):
     def _sample(self, epoch: int, index: int) -> Sample:
         start, closing_mapper = self.closing
         with torch.random.fork_rng(devices=[]):  # in the main process the model's dropout draws from the same state
-            # Not torch.manual_seed: it would reseed the GPUs too, whose states stay outside of this fork.
+            # Not torch.manual_seed, which would also reseed the GPUs, whose states this fork does not restore.
             torch.default_generator.manual_seed(mix_seed(self.seed, epoch, index))
             return (self.mapper if epoch < start else closing_mapper)(self.records[index])
 
@@ -196,12 +196,12 @@ class SampleLoader(DataLoader):
         dataset: data set of samples.
         batches: draws of each batch.
         num_workers: number of processes that decode images; 0: the main process decodes.
-        pin_memory: whether batches are put into pinned memory, for fast copies to a GPU.
+        pin_memory: whether to put batches into pinned memory, for fast copies to a GPU.
     """
 
     def __init__(self, dataset: MappedDataset, batches: Iterable[list[Draw]], num_workers: int, pin_memory: bool = False):
         if num_workers and multiprocessing.current_process().daemon:
-            if dataset.mapper.with_targets:  # once, and not for each evaluation
+            if dataset.mapper.with_targets:  # once, not for each evaluation
                 logger.warning(
                     "This process is daemonic and may start no others: it reads images itself, as with DATALOADER.NUM_WORKERS 0"
                 )
@@ -273,14 +273,14 @@ class SampleLoader(DataLoader):
 def evaluation_loader(
     dataset: MappedDataset, batch_size: int, num_workers: int, rank: int = 0, world_size: int = 1
 ) -> SampleLoader:
-    """A loader that reads every record once, spread over all processes; ``batch_size`` counts the images of this process."""
+    """A loader that reads every record once, divided among all processes; ``batch_size`` counts the images of this process."""
     draws = [(0, index) for index in range(rank, len(dataset), world_size)]
     batches = [draws[start : start + batch_size] for start in range(0, len(draws), batch_size)]
     return SampleLoader(dataset, batches, num_workers)
 
 
 def _begin_worker(worker: int) -> None:
-    """Ignore signals: Ctrl-C, and often SIGTERM, also reach the workers, which the run needs to finish its step."""
+    """Ignore Ctrl-C and SIGTERM, which often reach the workers too, because the run needs them to finish its step."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
     if "file_descriptor" in torch.multiprocessing.get_all_sharing_strategies():  # else each batch would be copied to /dev/shm
@@ -289,7 +289,7 @@ def _begin_worker(worker: int) -> None:
 
 @atexit.register  # registered after multiprocessing's own handler, so called before it
 def _end_workers() -> None:
-    """End workers that an error left behind: multiprocessing would send SIGTERM, which they ignore, and wait for ever."""
+    """End workers that an error left behind; multiprocessing would send SIGTERM, which they ignore, and wait for ever."""
     _kill([child for child in multiprocessing.active_children() if child.daemon])
 
 

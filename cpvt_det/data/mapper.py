@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A record -> a sample: decode the image and augment it, with boxes in pixels.
+"""Turn a record into a sample: decode the image and augment it, with boxes in pixels.
 
 Place in the pipeline: after ``data/coco.py``, before ``structures.PaddedBatch``.
 """
@@ -27,7 +27,7 @@ from cpvt_det.data.images import read_image
 from cpvt_det.data.records import ImageRecord
 
 Sample = dict[str, Any]
-"""Keys: ``file_name``, ``image_id``, ``height`` and ``width`` on disk, and ``image`` (3, h, w) uint8 RGB; in training also
+"""Keys: ``file_name``, ``image_id``, ``height`` and ``width`` of the file, and ``image`` (3, h, w) uint8 RGB; in training also
 ``targets``; if images are cut into tiles, also ``pixels`` (3, height, width) uint8 RGB."""
 
 
@@ -72,7 +72,7 @@ class RandomSizeCrop(v2.Transform):
     def __init__(self, low: int, high: int):
         super().__init__()
         if not 1 <= low <= high:
-            raise ValueError(f"crop sides must be a range from at least 1 upwards, got {low} to {high}")
+            raise ValueError(f"crop sides must be a range that starts at 1 or more, got {low} to {high}")
         self.low, self.high = low, high
 
     def forward(self, image: Tensor, boxes: tv_tensors.BoundingBoxes, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -114,14 +114,14 @@ def train_transform(
     crop_sizes: Sequence[int] = (),
     crop_range: tuple[int, int] = (384, 600),
 ) -> v2.Transform:
-    """DETR's augmentation: flip, then resize; half of the images are resized, cropped and resized again instead.
+    """DETR's augmentation: flip, then resize; half of the images are instead resized, cropped and resized again.
 
     A box is removed if a crop leaves less than a pixel of it. Without a crop, all boxes stay, however small, because evaluation
     counts them.
 
     Args:
         sizes, max_size: short sides and limit of the long side for the last resize, as in :class:`RandomShortSide`.
-        flip: whether half of the images are mirrored.
+        flip: whether to mirror half of the images.
         crop_sizes: short sides before the crop in pixels; empty for no crops.
         crop_range: (smallest, largest) side of the crop in pixels, as in :class:`RandomSizeCrop`.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find files by the names that people and tools write for them, such as the image that a label file belongs to.
+"""Find files by the names that people and tools give them, such as the image that a label file belongs to.
 
 A name is first compared letter by letter, then in each of the other ``FORMS``; the first form that matches a file decides. A match
 in any form but the first is reported.
@@ -50,7 +50,7 @@ FORMS: tuple[tuple[str, Callable[[str], str], Callable[[str], str]], ...] = (
     ("with the prefix of an upload", _unprefixed, _joined),
     ("without the prefix of an upload", _joined, _unprefixed),
 )
-"""How a written name differs from the file's; functions that convert the written name and the file's before they are compared.
+"""How a written name differs from the file's, and functions that convert the written name and the file's before they are compared.
 
 Label Studio percent-encodes names, writes underscores for blanks, and puts eight hexadecimal digits and a hyphen before them.
 """
@@ -119,7 +119,7 @@ class Names:
         if path is not None:
             return {"file_name": str(path)}
         unreadable = self._unreadable[os.path.splitext(os.path.basename(written.replace("\\", "/")))[0]]
-        why = f"{source} names {written!r}, and no image below {self.listing.root} is called so{cannot_read(unreadable)}"
+        why = f"{source} names {written!r}, and no image below {self.listing.root} has this name{cannot_read(unreadable)}"
         name = written.encode("utf-8", "replace").decode().replace("\0", "?") or "?"
         split = self.listing.split_of(source, with_name=True)
         return {"file_name": name, "split": split, FAULT: ["image files that are missing", why]}
@@ -127,8 +127,8 @@ class Names:
     def pair(self, labels: Sequence[Path], written: Mapping[Path, str] = MappingProxyType({})) -> dict[Path, Path]:
         """The file that each label file belongs to, by names without suffix; each file is used at most once.
 
-        Folders must agree, too: ``labels/train/1.txt`` belongs to ``images/train/1.jpg``, and never to ``images/val/1.jpg``. Folder
-        names may differ only if no label file at all finds its image in this way.
+        Folders must agree, too: ``labels/train/1.txt`` belongs to ``images/train/1.jpg``, and never to ``images/val/1.jpg``. Other
+        differences between folders are ignored only if this finds no image for any label file.
 
         Args:
             labels: label files.
@@ -141,7 +141,7 @@ class Names:
 
     @property
     def notes(self) -> dict[str, Iterable[str]]:
-        """Notes of a data set's sections on what was found in another form."""
+        """Notes, for a data set's sections, on names found in another form."""
         return {f"names found {differs}": places for differs, places in self._found.items()}
 
     def _report(self, differs: str, place: str) -> None:
@@ -149,7 +149,7 @@ class Names:
             self._found[differs][place] = None
 
     def _index(self, number: int, is_whole: bool) -> dict[str, dict[Folder, list[str]]]:
-        """Files by a form of their whole names, or of their names without suffix, and by their folder."""
+        """Files by their folder and by one form of their names, with or without suffix."""
         if (number, is_whole) not in self._indices:
             found, form = defaultdict(lambda: defaultdict(list)), FORMS[number][2]
             for path in self._files:
@@ -159,7 +159,7 @@ class Names:
         return self._indices[number, is_whole]
 
     def _called(self, number: int, name: str, is_stem: bool = False) -> Mapping[Folder, Sequence[str]]:
-        """Files that have a name in one form: with the name's suffix, without a suffix, or with a different one."""
+        """Files with a given name, in one form: with the name's suffix, without a suffix, or with a different one."""
         form, (start, suffix) = FORMS[number][1], os.path.splitext(name)
         tried = [(name, not is_stem), (name, is_stem), *([(start, False)] if suffix.lower() in IMAGES else [])]
         return next((groups for one, is_whole in tried if (groups := self._index(number, is_whole).get(form(one)))), {})
@@ -167,7 +167,7 @@ class Names:
     def _nearest(
         self, candidates: Sequence[str], folders: Sequence[str], what: str, source: Path, form: Callable[[str], str]
     ) -> str:
-        """The best of files with one name: by the number of last folders that match, then by split, then by distance."""
+        """The best of several files with one name: by the number of last folders that match, then by split, then by distance."""
         split, around = self.listing.split_of(source, with_name=True), set(source.parent.parts)
 
         def rank(path: str) -> tuple[int, bool, int, int]:
@@ -195,13 +195,13 @@ class Names:
                 if path not in taken:
                     taken.add(path)
                     pairs[left.pop(text)] = self._files[path]
-                    self._report(differs, f"{text} is of {path}")
+                    self._report(differs, f"{text} belongs to {path}")
         return pairs
 
     def _in_agreement(self, folder: str, groups: Mapping[Folder, Sequence[str]]) -> Ranks:
-        """Files whose folder agrees with that of a label file, and how well, 0 best.
+        """Files whose folder agrees with that of a label file, and how well; 0 is best.
 
-        Ultralytics' ``labels`` in place of ``images`` is best, then the same folder.
+        Ultralytics' ``labels`` in place of ``images`` is best, followed by the same folder.
         """
         own = self._folder(folder)
         if own in groups:
@@ -210,7 +210,7 @@ class Names:
         return {path: 3 for other, paths in groups.items() if set(own) < set(other) for path in paths}
 
     def _without_contradiction(self, folder: str, groups: Mapping[Folder, Sequence[str]]) -> Ranks:
-        """Files that are in no other split, and in every known folder that is named in the label file's path."""
+        """Files that are in no other split, and in every known folder that the label file's path names."""
         own, split = set(self._folder(folder)) & self._known_folders, self.listing.split_of(Path(folder, "x"))
         paths = [path for other, paths in groups.items() if own <= set(other) for path in paths]
         return {path: 0 for path in paths if not split or self.listing.split_of(Path(path)) in ("", split)}

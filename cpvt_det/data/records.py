@@ -63,7 +63,7 @@ class Records(Sequence[ImageRecord]):
         return *self.parts[part], row - (self.ends[part - 1] if part else 0)
 
     def name(self, index: int) -> str:
-        """File name of an image in the data."""
+        """File name of an image, as in the data."""
         table, _, at = self._place(index)
         return table.name(at)
 
@@ -112,7 +112,7 @@ class Records(Sequence[ImageRecord]):
         """All boxes of these images, crowds included, image by image; the images must belong to one data set.
 
         Returns:
-            (A,) int64, ascending: index of the image of each box; and (A,) of ``BOX``: the boxes.
+            (A,) int64, ascending, index of the image of each box; and (A,) of ``BOX``, the boxes.
         """
         counts = self._column("count")
         image_of = np.repeat(np.arange(len(self)), counts)
@@ -123,7 +123,7 @@ class Records(Sequence[ImageRecord]):
         """All boxes of these images, without crowds, image by image; the images must belong to one data set.
 
         Returns:
-            (G,) int64, ascending: index of the image of each box; (G, 4) float32, xyxy in pixels; (G,) int64, labels in [0, K).
+            (G,) int64, ascending, index of the image of each box; (G, 4) float32, xyxy in pixels; (G,) int64, labels in [0, K).
         """
         image_of, boxes = self.boxes()
         is_taken, *others = _to_learn(boxes)

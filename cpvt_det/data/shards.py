@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Images in tar files, in the layout of webdataset. They are found by name, so they can be read in the same order as files.
 
-A table of all members, ``index.npz`` next to the tar files, holds the place of each; without it, local tar files are searched.
+``index.npz``, next to the tar files, lists the place of each member; without it, local tar files are searched.
 """
 
 import hashlib
@@ -66,9 +66,9 @@ class Shards:
             content = fetch(path, start, start + size) if size else b""  # a server cannot be asked for 0 bytes
             if len(content) != size:
                 came = f"{len(content)} bytes came instead of {size}"
-                raise DataError(f"{path}: {came}; it is cut off, or newer than its {INDEX}, or its server sends no parts of files")
+                raise DataError(f"{path}: {came}; it is cut off, or newer than its {INDEX}, or its server cannot send parts")
             return io.BytesIO(content)
-        file = _Part(path, start, size)  # a look at an image reads only its ends
+        file = _Part(path, start, size)  # the check of an image reads only its ends
         length = os.fstat(file.fileno()).st_size
         if length != self.lengths[shard]:
             file.close()
@@ -168,7 +168,7 @@ def index_shards(folder: str, names: Sequence[str]) -> Shards:
     table = np.sort(np.array(rows, "u8, i4, i8, i8"), order="f0")
     keys, *others = (np.ascontiguousarray(table[name]) for name in table.dtype.names)
     if (keys[1:] == keys[:-1]).any():
-        raise DataError(f"a member's name is there twice in {folder}/{names[0]} and the tar files after it")
+        raise DataError(f"two members have the same name in {folder}/{names[0]} and the tar files after it")
     lengths = np.array([os.path.getsize(f"{folder}/{name}") for name in names])
     return Shards(folder, np.array(names), lengths, keys, *others)
 

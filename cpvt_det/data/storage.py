@@ -28,7 +28,7 @@ def root_of(text: str) -> Path | str:
 
 
 def fetch(url: str, start: int | None = None, end: int | None = None) -> bytes:
-    """Content of a URL, or a part of it.
+    """The content of a URL, or part of it.
 
     Args:
         url: URL of a file system that fsspec knows.
@@ -62,7 +62,7 @@ def _is_refusal(error: Exception) -> bool:
 
 
 class Patience:
-    """A limited time to wait for a place that does not answer, shared by everything that is read there, in any number of threads.
+    """A time limit on waiting for a place that does not answer, shared by all reads there, in any number of threads.
 
     Args:
         seconds: length of this time, counted from the first failed attempt.
@@ -75,7 +75,7 @@ class Patience:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing at all could be read in this time."""
+        """Whether the time is over and nothing at all could be read in it."""
         return not self._answered and self._ends()
 
     def read(self, read: Callable[[], Value], even_if_missing: bool = False) -> Value:

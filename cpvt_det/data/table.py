@@ -20,7 +20,7 @@ IMAGE = np.dtype([*((name, "i8") for name in WIDE), *((name, "i4") for name in N
 """An image: its size in pixels; byte position of its file name in the names; index of its first box, the number of its boxes, and
 the number of those to learn, which are not crowds."""
 BOX = np.dtype([("xywh", "f8", 4), ("area", "f8"), ("number", "i8"), ("label", "i4"), ("crowd", "?")])
-"""A box in pixels, inside the image; its area in square pixels, of the mask in COCO; its position in the file; label in [0, K)."""
+"""A box in pixels, inside the image; its area in square pixels (in COCO, the mask's); its position in the file; label in [0, K)."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Table:
         images: (N,) of ``IMAGE``.
         names: (bytes,) uint8, the file names in UTF-8, one after the other.
         boxes: (A,) of ``BOX``.
-        about: other data that were read, as values that JSON can hold.
+        about: further data from the file, as values that JSON can hold.
         path: file that the arrays are mapped from, or ``None``.
     """
 
@@ -47,7 +47,7 @@ class Table:
         return self.names[start : start + size].tobytes().decode("utf-8", "surrogatepass")
 
     def __reduce__(self) -> tuple:
-        """Let data workers that do not share memory map the file, too; without a file, they get the arrays."""
+        """Let data workers that do not share memory map the file themselves; without a file, they get the arrays."""
         return (Table, (self.images, self.names, self.boxes, self.about)) if self.path is None else (load_table, (self.path,))
 
 

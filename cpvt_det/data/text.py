@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text files as editors and tools write them: one decoder for labels, lists, names, YAML, XML and JSON.
 
-A byte order mark decides the encoding, then XML's declaration. All other text is UTF-8, UTF-16 or UTF-32, told apart by the zero
-bytes, as in JSON's standard.
+A byte order mark decides the encoding, or else XML's declaration. All other text is UTF-8, UTF-16 or UTF-32, distinguished by the
+zero bytes, as in JSON's standard.
 """
 
 import json
@@ -37,7 +37,7 @@ def composed(text: str) -> str:
 
 
 def ends_of(path: Path, size: int) -> str:
-    """The beginning and the end of a file, ``size`` bytes of each, to recognise the file by the words in them."""
+    """The first and last ``size`` bytes of a file as text, to recognise the file by its words."""
     with path.open("rb") as file:
         content = file.read(size)
         file.seek(max(size, path.stat().st_size - size))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples -> predictions -> detections in pixels of the original images.
+"""From samples to predictions, and from these to detections in pixels of the original images.
 
 Place in the pipeline: after ``models/`` in evaluation, before ``evaluation/``.
 """
@@ -23,7 +23,7 @@ class PostProcessor:
     Args:
         classification: the classification that the model was trained with.
         max_detections: largest number of detections per image.
-        nms: intersection over union above which the worse of two detections of a class gets the score 0; at 1, none does.
+        nms: intersection over union above which the worse of two detections of a class gets the score 0; 1 for no NMS.
 
     Attributes:
         outputs: names of the outputs of :meth:`decode`, for exported programs.
@@ -49,7 +49,7 @@ class PostProcessor:
 
         Args:
             predictions: predictions for B images, with boxes relative to the unpadded image.
-            original_sizes: (h, w) of each image on disk.
+            original_sizes: (h, w) of each image file.
 
         Returns:
             Detections of each image, clipped to it, best first.
@@ -83,9 +83,9 @@ class PostProcessor:
 
 
 def without_copies(boxes_xyxy: Tensor, scores: Tensor, labels: Tensor, threshold: float) -> Tensor:
-    """Scores of detections, 0 for those whose intersection over union with a better one of their class is larger than a threshold.
+    """Scores of detections, set to 0 if the intersection over union with a better one of the same class is above a threshold.
 
-    A box whose score became 0 suppresses no other. The loop takes n steps, also in exported programs, because n is small here.
+    A box whose score became 0 suppresses no other. The loop takes n steps, even in exported programs, because n is small here.
 
     Args:
         boxes_xyxy: (B, n, 4) float, in any unit.
@@ -112,13 +112,13 @@ class ClassScores:
     outputs = ("scores",)
 
     def decode(self, predictions: ClassLogits | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """(B, K) float scores of the classes, whose sum is 1; the output of an exported program, a tuple, already contains them."""
+        """(B, K) float scores of the classes, which sum to 1; the output of an exported program, a tuple, already contains them."""
         return predictions if isinstance(predictions, tuple) else (predictions.scores(),)
 
 
 @torch.no_grad()
 def detect(detector: nn.Module, postprocess: PostProcessor, samples: Sequence[Mapping[str, Any]]) -> list[Detections]:
-    """Samples -> detections in pixels of the original images.
+    """Detect the objects of samples, in pixels of the original images.
 
     Args:
         detector: a detector in evaluation mode.
@@ -132,7 +132,7 @@ def detect(detector: nn.Module, postprocess: PostProcessor, samples: Sequence[Ma
 
 @torch.no_grad()
 def classify(classifier: nn.Module, samples: Sequence[Mapping[str, Any]]) -> list[Tensor]:
-    """Samples -> (K,) float scores of the classes of each, on the CPU; their sum is 1.
+    """(K,) float scores of the classes for each sample, on the CPU; they sum to 1.
 
     Args:
         classifier: a classifier in evaluation mode.

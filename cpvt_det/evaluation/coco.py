@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Average precision as COCO defines it: the detections of many images against their ground truth.
+"""Average precision as COCO defines it, for the detections and the ground truth of many images.
 
 Place in the pipeline: after ``answers.py``, the last step.
 
@@ -30,12 +30,12 @@ from cpvt_det.evaluation.evaluator import Evaluator
 from cpvt_det.evaluation.matches import COUNTED, Matches, ground_truth_of
 from cpvt_det.evaluation.thresholds import Thresholds, pooled_curve
 
-AREA_SUFFIXES = ("s", "m", "l")  # area of a box: below 32^2 pixels, up to 96^2, above
+AREA_SUFFIXES = ("s", "m", "l")  # area of a box: below 32^2 pixels, up to 96^2, larger
 BACKENDS = {
     "faster_coco_eval": ("faster_coco_eval:COCO", "faster_coco_eval:COCOeval_faster"),
     "pycocotools": ("pycocotools.coco:COCO", "pycocotools.cocoeval:COCOeval"),
 }
-"""Name -> the library's classes of data and evaluation; imported when one is used."""
+"""Name -> the library's classes for data and evaluation, which are imported only when used."""
 
 
 class CocoEvaluator(Evaluator):
@@ -47,8 +47,8 @@ class CocoEvaluator(Evaluator):
         class_ids: category id of each of the K classes in the file.
         class_names: name of each of the K classes.
         backend: "faster_coco_eval", or "pycocotools", which computes the same metrics more slowly.
-        max_detections: largest number of detections per class and image that count, best first. ``None``: 100, as in COCO, or all
-            of them if an image of the ground truth has more than 100 objects of a class.
+        max_detections: number of best detections per class and image that count. ``None``: 100, as in COCO, or all if an image of
+            the ground truth has more than 100 objects of a class.
 
     Raises:
         ValueError: ids and names that do not form pairs, or ground truth with other ids.
@@ -132,7 +132,7 @@ class CocoEvaluator(Evaluator):
         return {"bbox": _figures(precision, recall, self.class_names, self._limits)}
 
     def evaluate_together(self) -> dict[str, dict[str, float]]:
-        """The same figures for process 0's detections, with the classes divided among all processes, each of which must call it.
+        """The same figures for process 0's detections, with the classes divided among all processes; each must call it.
 
         Returns:
             The figures on process 0; an empty dict on the others. The work of a subclass's own :meth:`evaluate` is not divided.
@@ -167,7 +167,7 @@ class CocoEvaluator(Evaluator):
         return precision[:, :, order], recall[:, order]
 
     def matches(self) -> Matches:
-        """The detections added so far and their objects, matched only once for all callers."""
+        """The detections added so far and their objects, matched once for all callers."""
         if self._matched[0] < len(self._found):
             self._matched = len(self._found), Matches(self._ground_truth, *self._columns(), self.max_detections)
         return self._matched[1]

@@ -13,7 +13,7 @@ class Evaluator(ABC):
     """Collects the answers image by image, then computes figures.
 
     Images that are never added count as images without an answer. Every process of a distributed evaluation fills its own
-    evaluator; one of them merges the ``state`` of the others.
+    evaluator; one evaluator merges the ``state`` of the others.
 
     Args:
         image_ids: ids of the images of the test set.
@@ -32,7 +32,7 @@ class Evaluator(ABC):
         """The figures by group, such as ``{"bbox": {"AP": ...}}``."""
 
     def evaluate_together(self) -> dict[str, dict[str, float]]:
-        """The same figures in process 0, which has all answers; an empty dict in the others. All processes must call it, and may
+        """The same figures in process 0, which has all answers; an empty dict in the others. All processes must call this, and may
         share the work."""
         return self.evaluate() if distributed.rank() == 0 else {}
 

@@ -20,9 +20,9 @@ from cpvt_det.evaluation.thresholds import Curve
 IOU = 0.5
 """Smallest IoU at which a detection may be matched to an object."""
 NOTHING = -1
-"""Marks a false detection, in place of the index of an object."""
+"""Index of an object that marks a false detection."""
 IGNORED = -2
-"""Marks a detection in a crowd, or beyond those that count per class and image, in place of the index of an object."""
+"""Index of an object that marks a detection in a crowd, or beyond those that count per class and image."""
 COUNTED = 100
 """Number of best detections per class and image that count, as in COCO. If an image has more objects of a class, all count."""
 
@@ -33,7 +33,7 @@ class GroundTruth:
 
     Attributes:
         image_ids: (N,) int64.
-        image_of: (A,) int64, ascending: index of the image of each object.
+        image_of: (A,) int64, ascending, index of the image of each object.
         objects: (A,) of ``cpvt_det.data.table.BOX``.
     """
 
@@ -58,7 +58,7 @@ class GroundTruth:
 
         Args:
             class_ids: category id of each label.
-            labels: labels whose objects are taken.
+            labels: labels of the objects to return.
         """
         taken = np.isin(self.objects["label"], labels)
         objects, image_ids = self.objects[taken], self.image_ids[self.image_of[taken]]
@@ -103,7 +103,7 @@ def ground_truth_of(source: Records | dict[str, Any], class_ids: Sequence[int]) 
 
 
 class Matches:
-    """The objects and the detections of a test set, both image by image, and the object of each detection.
+    """The objects and the detections of a test set, image by image, and the object matched to each detection.
 
     Detections are matched by descending score, so those with lower scores do not affect the others. At a score threshold, the
     matches are therefore those of the detections that pass it.
@@ -116,10 +116,10 @@ class Matches:
 
     Attributes:
         image_ids: (N,) int64, ascending.
-        record_of: (N,) int64: index of each image in ``truth``.
+        record_of: (N,) int64, index of each image in ``truth``.
         objects: (A,) of ``cpvt_det.data.table.BOX``.
-        image_of_object: (A,) int64, ascending: index of the image of each object.
-        image_of: (n,) int64, ascending: index of the image of each detection. Detections of one image are by descending score.
+        image_of_object: (A,) int64, ascending, index of the image of each object.
+        image_of: (n,) int64, ascending, index of the image of each detection. Detections of one image are by descending score.
         labels, boxes, scores: the arguments, in the order of ``image_of``.
     """
 
@@ -148,7 +148,7 @@ class Matches:
 
     @cached_property
     def same_class(self) -> np.ndarray:
-        """(n,) int64: index of the object of its class that each detection found, ``NOTHING`` or ``IGNORED``; counted as in AP."""
+        """(n,) int64: index of the object of the same class that each detection found, ``NOTHING`` or ``IGNORED``, as in AP."""
         matched = self._match(same_class=True)
         if self.counted is not None:
             groups = self.image_of * (self.labels.max(initial=0) + 1) + self.labels
@@ -159,7 +159,7 @@ class Matches:
 
     @cached_property
     def any_class(self) -> np.ndarray:
-        """(n,) int64: likewise for objects of any class, for all detections; counted as in the confusion matrix."""
+        """(n,) int64: the same for objects of any class and for all detections, as in the confusion matrix."""
         return self._match(same_class=False)
 
     @cached_property
@@ -210,7 +210,7 @@ class Matches:
         return counts
 
     def mistakes(self, threshold: float) -> np.ndarray:
-        """(N, 2) int64: for each image, objects without a detection of their class, and detections without an object of theirs.
+        """(N, 2) int64, counts by image: objects without a detection of their class, and detections without an object of theirs.
 
         Args:
             threshold: lowest score of the detections that count.
@@ -221,7 +221,7 @@ class Matches:
         return np.stack([np.bincount(which, minlength=len(self.image_ids)) for which in images], axis=1)
 
     def worst(self, threshold: float, most: int) -> list[int]:
-        """Indices of the images with the most :meth:`mistakes`, at least one each; of equal images, the lower id first."""
+        """Indices of the images with the most :meth:`mistakes`, at least one each; among equals, the lower id comes first."""
         total = self.mistakes(threshold).sum(axis=1)
         return [index for index in np.argsort(-total, kind="stable")[:most].tolist() if total[index]]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Precision and recall over the score, and the score thresholds from which a trained model's detections are used."""
+"""Precision and recall by score, and the lowest scores at which a trained model's detections are used."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 DEFAULT_THRESHOLD = 0.5
-"""The threshold for weights that come without one."""
+"""Threshold for weights that come without one."""
 RECALLS = np.linspace(0, 1, 101)
 """Recall values at which COCO samples the precision."""
 
@@ -44,12 +44,12 @@ class Curve:
 
     @property
     def precision(self) -> np.ndarray:
-        """(n,) float64, for each detection: share of right ones among it and all before it."""
+        """(n,) float64: share of right detections among each one and all before it."""
         return np.cumsum(self.right) / np.arange(1, len(self.right) + 1)
 
     @property
     def recall(self) -> np.ndarray:
-        """(n,) float64, for each detection: share of the objects found by it and all before it; NaN without objects."""
+        """(n,) float64: share of the objects found by each detection and all before it; NaN without objects."""
         return np.cumsum(self.right) / (self.num_objects or math.nan)
 
     def average_precision(self) -> float:

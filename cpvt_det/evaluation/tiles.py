@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detection in tiles of large images: choosing the tiles, detecting objects in each, and merging them into those of the image.
+"""Detection in tiles of large images: choose the tiles, detect objects in each, and merge them into the objects of the image.
 
 Source: SAHI (arXiv 2202.06934), sections 3 and 4: overlapping slices next to the whole image, and merging by intersection over the
 smaller box. Differences are described where they occur.
@@ -21,7 +21,7 @@ from cpvt_det.evaluation.answers import PostProcessor, detect
 
 MERGES = ("ios", "nms")
 SMALLEST = 32
-"""Smallest side of a tile in pixels: a cell of a detector's coarsest map. A 12-megapixel photograph then has 18,000 tiles."""
+"""Smallest side of a tile in pixels, one cell of a detector's coarsest map; it cuts a 12-megapixel photograph into 18,000 tiles."""
 SAME = 0.5
 """Overlap above which two detections of one class, from two windows, are one object."""
 NEAR = 0.01
@@ -50,11 +50,11 @@ class Tiling:
             shared part is whole in one of them.
         merge: measure of overlap by which two detections are one object. ``nms``: intersection over union; ``ios``: the same, but
             intersection over the smaller box if one of the two is cut by its tile.
-        whole: whether to look at the whole image, too, for objects that are larger than a tile.
+        whole: whether to detect in the whole image, too, for objects that are larger than a tile.
 
     Raises:
         ValueError: a size that is not a whole number or is below 32, or an overlap outside [0, 1).
-        UnknownNameError: an unknown way to merge.
+        UnknownNameError: an unknown ``merge``.
     """
 
     size: int
@@ -78,7 +78,7 @@ class Tiling:
 
 
 def _starts(extent: int, size: int, overlap: float) -> list[int]:
-    """Start of each tile along one side: as few tiles as the overlap allows, evenly spread, the last at the end of the image."""
+    """Start of each tile along one side: the fewest tiles that the overlap allows, evenly spread, the last at the image's end."""
     if extent <= size:
         return [0]
     step = max(1, math.floor(size * (1 - overlap) + 1e-6))  # 100 * (1 - 0.9) is 9.999999999999998
@@ -105,7 +105,7 @@ def detect_tiles(
         batch_size: number of windows per batch.
 
     Returns:
-        Detections of each image in its pixels, best first, at most as many as the post-processing allows.
+        Detections of each image in its pixels, best first, at most the number that the post-processing allows.
     """
     windows = [tiling.windows(sample["height"], sample["width"]) for sample in samples]
     jobs = [(sample, window) for sample, parts in zip(samples, windows, strict=True) for window in parts]
@@ -133,18 +133,18 @@ def merge_windows(
     """Merge the detections of an image's windows into detections of the image, each object once.
 
     Detections are visited by descending score, halved for cut objects. Each one stays unless it shows the same object as an earlier
-    one of its class from another window. A DETR's detections within one window are different objects. SAHI would
-    suppress these, too, and takes the union of the boxes that it merges.
+    one of its class from another window. Those of one window never suppress each other, because a DETR's are different objects.
+    SAHI suppresses these, too, and takes the union of the boxes that it merges.
 
     Args:
         found: detections of each window, on the CPU, boxes in pixels of the window.
         windows: windows of the image; detections of a single window are returned unchanged.
         size: (height, width) of the image.
-        merge: way to merge, as in :attr:`Tiling.merge`.
+        merge: as in :attr:`Tiling.merge`.
         max_detections: largest number of detections.
 
     Returns:
-        Detections in pixels of the image, best first; of equal scores, those of the first window.
+        Detections in pixels of the image, best first; at equal scores, the first window's come first.
     """
     if len(windows) == 1:
         return found[0]
@@ -180,7 +180,7 @@ def _choose(
         labels: (n,) int64.
         is_cut: (n,) bool.
         origin: (n,) int64, number of the window.
-        merge: way to merge, as in :attr:`Tiling.merge`.
+        merge: as in :attr:`Tiling.merge`.
     """
     areas = (boxes[:, 2:] - boxes[:, :2]).prod(1)
     left = np.argsort(-scores * np.where(is_cut, CUT, 1), kind="stable")

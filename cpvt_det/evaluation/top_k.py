@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Accuracy of image classification: how often the true class is the best one, or among the best five."""
+"""Accuracy of image classification: how often the true class is ranked first, or among the first five."""
 
 import csv
 import io
@@ -30,7 +30,7 @@ class ClassEvaluator(Evaluator):
     Images that are never added count as wrong.
 
     Args:
-        records: images of the test set, each with its class as first label.
+        records: images of the test set, each with its class as the first label.
         names: name of each of the K classes.
     """
 
@@ -64,8 +64,8 @@ class ClassEvaluator(Evaluator):
         """Compare the answers with the classes.
 
         Returns:
-            ``{"classes": figures}`` in percent: ``top1``, ``top1_class_mean`` (the mean of the classes' own ``top1``), ``top5``,
-            and ``top1-<class name>`` of each class, NaN for a class without images.
+            ``{"classes": figures}`` in percent: ``top1``, ``top1_class_mean`` (the mean of ``top1`` over the classes), ``top5``,
+            and ``top1-<class name>`` for each class, NaN for a class without images.
         """
         labels = np.array([*self._labels.values()])
         best = [self._found.get(image_id, ([], []))[0] for image_id in self._labels]
@@ -96,7 +96,7 @@ class ClassEvaluator(Evaluator):
 
 
 def format_accuracies(results: Mapping[str, Mapping[str, float]]) -> str:
-    """The figures of :meth:`ClassEvaluator.evaluate` as text; if there are many classes, only those with the lowest accuracies."""
+    """The figures of :meth:`ClassEvaluator.evaluate` as text; of many classes, only those with the lowest accuracies are shown."""
     figures = results["classes"]
     classes = [(name.partition("-")[2], value) for name, value in figures.items() if name.startswith("top1-")]
     several = [name for name in figures if not name.startswith("top1-")]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faster classes for a finished model's plain ones: the same parameters, names and results, up to rounding.
+"""Faster classes that replace the plain ones of a finished model: the same parameters, names and results, up to rounding.
 
-Models are plain torch. :func:`accelerate` replaces a model's classes by those of this package; the builders call it. At each call,
-``ops/routes.py`` decides whether a faster class pays on this processor; if not, it computes as the plain class does. With
+Models are plain torch. The builders call :func:`accelerate`, which replaces a model's classes with those of this package. At each
+call, ``ops/routes.py`` decides whether a faster class pays on this processor; if not, it computes as the plain class does. With
 ``CPVT_DET_WITHOUT=all`` in the environment, models stay plain.
 """
 

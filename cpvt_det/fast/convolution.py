@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convolutions by the fastest method for a CPU, with a norm folded into their weight if its statistics are fixed.
+"""Convolutions by the fastest method for a CPU. A norm with fixed statistics is folded into the weight.
 
 On one thread, torch gives 1x1 convolutions to MKL, unless they are strided or dilated. oneDNN is faster, most of all on AMD
 processors with AVX-512. So 1x1 convolutions are dilated here, which has no effect on a kernel of one cell.
@@ -32,8 +32,8 @@ class FastConv2d(nn.Conv2d):
 
 
 def can_fold(convolution: nn.Module, norm: nn.Module, x: Tensor) -> bool:
-    """Whether a convolution of ``x`` computes exactly what torch's does, and the norm after it has fixed statistics; no hook sees
-    them. Traced programs keep their batch norms."""
+    """Whether a convolution of ``x`` computes exactly what torch's does, the norm after it has fixed statistics, and no hook sees
+    either. Traced programs keep their batch norms."""
     is_torch_s = type(convolution) in (nn.Conv2d, FastConv2d) and convolution.padding_mode == "zeros"
     is_batch_norm = isinstance(norm, MaskedBatchNorm2d) and not norm.training and routes.is_plain(x)
     is_fixed = type(norm) is FrozenBatchNorm2d or is_batch_norm
@@ -65,7 +65,7 @@ class FastRepVGGBlock(RepVGGBlock):
 
 
 def convolve(convolution: nn.Conv2d, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``convolution(x)`` with this weight and bias, which may be its own, or folded with the norm after it; both get gradients.
+    """``convolution(x)`` with this weight and bias, its own or those with the next norm folded in; both get gradients.
 
     Args:
         convolution: convolution that pads with zeros.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dropout in less than half of torch's time on a CPU: a kernel of ours draws the numbers, from a seed of torch's generator.
+"""Dropout in less than half of torch's time on a CPU: our own kernel draws the numbers from a seed of torch's generator.
 
 On other devices, in compiled and exported programs, and without numba, torch's dropout runs.
 """
@@ -25,7 +25,7 @@ def dropout(x: Tensor, probability: float, training: bool = True, rectify: bool 
     Args:
         x: float, of any shape.
         probability: probability that an element becomes 0.
-        training: whether elements are dropped at all.
+        training: whether to drop elements at all.
         rectify: whether to apply the ReLU first; the backward pass then stores only the output.
     """
     if training and _is_own(x, probability):

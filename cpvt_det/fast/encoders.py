@@ -32,10 +32,10 @@ def packing_for(
     padding_mask: Tensor | None,
     position: PositionEncoding,
 ) -> Packing | None:
-    """The packing of a batch's tokens for an encoder; ``None`` if the encoder is to compute all tokens.
+    """The packing of a batch's tokens for an encoder; ``None`` if the encoder should compute all tokens.
 
-    It computes all tokens if little is padded, if the encoding looks at padded tokens or acts inside layers, if an image may skip a
-    part of a layer, or if a layer is not ours or has a hook, which expects the whole batch.
+    It should if little is padded, if the encoding looks at padded tokens or acts inside layers, if an image may skip a part of a
+    layer, or if a layer is not ours or has a hook, which expects the whole batch.
 
     Args:
         encoder: the encoder.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention and transformer layers with the kernels of this package; for a packed batch, on its valid tokens alone."""
+"""Attention and transformer layers with the kernels of this package; for a packed batch they compute only the valid tokens."""
 
 import math
 from dataclasses import dataclass
@@ -75,7 +75,7 @@ class PackedLevels(Levels):
 
 
 class FastDeformableAttention(DeformableAttention):
-    """Deformable attention that also accepts :class:`PackedLevels` for :class:`Levels`, with packed queries, points and tokens."""
+    """Deformable attention that also accepts :class:`PackedLevels`, with packed queries, points and tokens."""
 
     def forward(self, queries: Tensor, reference_points: Tensor, tokens: Tensor, levels: Levels) -> Tensor:
         """(B, Q, C), or packed like the queries, (1, T, C)."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A ResNet with fixed norms folded into its convolutions, and with a separate canvas for each image of a padded batch.
 
-If a backbone keeps the padding at zero, an image's features are the same, up to rounding, on a canvas of its own size. So nothing
-needs to be computed for the rest of the batch's canvas.
+If a backbone keeps the padding at zero, an image's features are the same, up to rounding, on a canvas of its own size. So the rest
+of the batch's canvas need not be computed.
 """
 
 import functools
@@ -85,11 +85,11 @@ def in_parts(
 
 
 class FastMaskedOps(MaskedOps):
-    """Masked operations that fold fixed norms into convolutions, and write zeros only to the padding if images are rectangles."""
+    """Masked operations that fold fixed norms into convolutions, and zero only the padding if images are rectangles."""
 
     @functools.cached_property
     def sizes(self) -> list[Size] | None:
-        """(height, width) of each image in pixels; ``None`` for masks of another form, and if nothing is masked."""
+        """(height, width) of each image in pixels; ``None`` if nothing is masked, or a mask has another form."""
         return None if self.padding_mask is None else valid_sizes(self.padding_mask)
 
     def rectify(self, x: Tensor, stride: int) -> Tensor:

@@ -3,7 +3,7 @@
 
 A tile of 2 x 2 outputs takes 16 products per pair of channels instead of 36. A block of tiles takes 16 matrix products, with cheap
 sums before and after them. In float32 the error is between half and twice that of a direct convolution, depending on the kernel
-that it is compared with. Larger tiles would save more, but lose digits.
+used there. Larger tiles would save more, but lose digits.
 
 Source: arXiv 1509.09308, section 4.1, F(2x2, 3x3).
 """
@@ -21,7 +21,7 @@ from cpvt_det.ops import routes
 
 NARROW = 32  # channels below which the sums before and after the products cost more than the products save
 SMALL = 1 << 28
-"""Multiplications of the direct convolution below which it is faster on processors that run AVX-512 in halves. There, its
+"""Number of multiplications below which the direct convolution is faster on processors that run AVX-512 in halves. There, its
 speed is closer to that of matrix products than with AVX2."""
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CPU kernels around the products of ``fast/winograd.py``: transforms of maps, filters and gradients to its domain and back.
 
-A map is (B, H, W * C), channels last. A row of tiles covers two rows of the map, and a tile covers two by two cells. Tiles and
-filters have the 16 numbers of the domain first: (16, tiles, C) and (16, C', C). Loops run along channels or whole rows, and each
+A map is (B, H, W * C), channels last. A row of tiles covers two rows of the map, and a tile covers two by two cells. In tiles and
+filters, the 16 numbers of the domain come first: (16, tiles, C) and (16, C', C). Loops run along channels or whole rows, and each
 writes one array, so that the compiler uses vectors.
 """
 

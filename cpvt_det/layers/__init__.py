@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Building blocks that know neither a model nor a config."""
+"""Building blocks that depend on neither models nor configs."""
 
 from cpvt_det.layers.attention import Attention, DeformableAttention
 from cpvt_det.ops import ms_deform_attn

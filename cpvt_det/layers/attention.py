@@ -13,12 +13,12 @@ from cpvt_det.common.structures import Levels, has_padding, require_bool
 from cpvt_det.ops.deformable_attention import IMPLEMENTATIONS, ms_deform_attn
 
 Place = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]]
-"""A position encoding's ``place`` for one layer: projected queries and keys (B, M, N, C / M) -> the same after a rotation, and a
-bias that is added to their scores."""
+"""A position encoding's ``place`` for one layer: function from projected queries and keys, (B, M, N, C / M), to rotated ones, and
+a bias to add to their scores."""
 
 
 class Attention(nn.Module):
-    """Multi-head attention with a single matrix product for inputs that queries, keys and values share.
+    """Multi-head attention that projects an input shared by queries, keys or values in a single matrix product.
 
     Parameters have the names, shapes and initial values of ``nn.MultiheadAttention``, so official state dicts fit.
 
@@ -26,7 +26,7 @@ class Attention(nn.Module):
         channels: C, a multiple of ``num_heads``.
         num_heads: M.
         dropout: probability that an attention weight is dropped, in training.
-        bias: whether queries, keys and values have a bias; the output has one in any case.
+        bias: whether queries, keys and values have a bias; the output always has one.
 
     Raises:
         ValueError: channels that the heads do not divide.
@@ -111,8 +111,8 @@ class DeformableAttention(nn.Module):
         num_levels: L.
         num_points: P, or a number for each level.
         implementation: implementation of the op, as in :func:`ms_deform_attn`.
-        has_projections: whether values and output are projected; ``False``: values are the tokens, and the samples the output, as
-            in D-FINE.
+        has_projections: whether to project values and output; ``False``: the tokens are the values, and the samples are the output,
+            as in D-FINE.
 
     Raises:
         ValueError: channels that the heads do not divide, no level, or no point.
@@ -135,7 +135,7 @@ class DeformableAttention(nn.Module):
             raise ValueError(f"channels must be a multiple of num_heads, got {channels} channels and {num_heads} heads")
         points = (num_points,) * num_levels if isinstance(num_points, int) else tuple(num_points)
         if num_levels < 1 or len(points) != num_levels or min(points) < 1:
-            raise ValueError(f"attention needs levels and points to look at, got {num_levels} levels and {num_points} points")
+            raise ValueError(f"attention needs levels, and points for each, got {num_levels} levels and {num_points} points")
         if implementation not in IMPLEMENTATIONS:
             raise UnknownNameError("implementation", implementation, IMPLEMENTATIONS)
         self.samples, self.points = (num_heads, num_levels, max(points)), points
@@ -188,9 +188,9 @@ class DeformableAttention(nn.Module):
         return self.output_proj(ms_deform_attn(values, levels.shapes, *sampled, self.implementation))
 
     def sample(self, queries: Tensor, reference_points: Tensor, levels: Levels) -> tuple[Tensor, Tensor]:
-        """The points that queries look at, (B, Q, M, L, P, 2), and their weights, (B, Q, M, L, P); arguments as in a call.
+        """The points that queries look at, (B, Q, M, L, P, 2), and their weights, (B, Q, M, L, P); arguments as in :meth:`forward`.
 
-        A level with fewer points than P is filled up with points without weight.
+        A level with fewer than P points is filled up with points of weight 0.
         """
         heads, num_levels, points = self.samples
         offsets = self.sampling_offsets(queries).unflatten(-1, (heads, -1))  # (B, Q, M, L * P * 2)
@@ -208,8 +208,8 @@ class DeformableAttention(nn.Module):
         return torch.stack(locations, -3), torch.stack([F.pad(part, (0, points - part.shape[-1])) for part in by_level[1]], -2)
 
     def _at_points(self, x: Tensor, half_a_share: bool = False) -> Tensor:
-        """(..., L, 2) -> (..., 1, L * P * 2): numbers of levels repeated for every point, for all heads, in rows that are quick to
-        add and multiply; unchanged, or divided by 2 P."""
+        """(..., L, 2) -> (..., 1, L * P * 2): repeat each level's numbers for every point, unchanged or divided by 2 P, in rows
+        that are quick to add and multiply."""
         points = self.samples[2]
         if self.points == (points,) * len(self.points):
             x = x * (0.5 / points) if half_a_share else x

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activations that are recomputed in the backward pass instead of being stored."""
+"""Recompute activations in the backward pass instead of storing them."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +28,7 @@ def recomputed(function: Callable[..., Any], *args: Any) -> Any:
 
 @contextlib.contextmanager
 def _counted_already(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Within this block, batch norms normalise by the batch, as before, but do not change their running statistics."""
+    """Within this block, batch norms normalise by the batch as before, but do not change their running statistics."""
     parts = [part for module in modules for part in module.modules()]
     norms = [part for part in parts if isinstance(part, _BatchNorm) and part.training and part.track_running_stats]
     before = [(norm, norm.momentum, norm.num_batches_tracked.clone()) for norm in norms]

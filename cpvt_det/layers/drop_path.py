@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 
 class DropPath(nn.Module):
-    """Leaves out a residual branch for some images of a batch, and scales it up in proportion for the others.
+    """Leaves out a residual branch for some images of a batch, and scales it up accordingly for the others.
 
     Args:
         probability: probability that the branch is left out for an image.
@@ -13,7 +13,7 @@ class DropPath(nn.Module):
     Raises:
         ValueError: a probability outside [0, 1).
 
-    Source: arXiv 1603.09382; per image and divided by the share that is kept, as in DeiT (arXiv 2012.12877).
+    Source: arXiv 1603.09382; per image, and divided by the share of images that keep it, as in DeiT (arXiv 2012.12877).
     """
 
     def __init__(self, probability: float = 0.0):

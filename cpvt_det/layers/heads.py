@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads: from decoded queries to logits and boxes, in full precision even under autocast."""
+"""Heads that turn decoded queries into logits and boxes, in full precision even under autocast."""
 
 import contextlib
 import itertools
@@ -17,7 +17,7 @@ from cpvt_det.common.structures import Predictions
 class Heads:
     """The class head and the box head of every decoder layer.
 
-    Not a module: the heads are registered in the detector, under their official names, and the decoder is called with them.
+    This is not a module: the heads are registered in the detector, under their official names, and the decoder is called with them.
 
     Args:
         class_embed: one head for all layers, or a list: one per layer, or one for all.
@@ -35,7 +35,7 @@ class Heads:
         Args:
             decoded: (..., Q, C) float, queries after a decoder layer, or after all of them.
             references: (..., Q, 2) points or (..., Q, 4) boxes in [0, 1], which the box head corrects; ``None``: it predicts
-                boxes by itself.
+                boxes on its own.
             layer: index of the decoder layer, used if layers have their own heads.
 
         Returns:
@@ -82,7 +82,7 @@ class MLP(nn.Module):
 
 
 def class_head(channels: int, num_logits: int, prior_probability: float | None) -> nn.Linear:
-    """A linear head; with a ``prior_probability``, as for sigmoids, every class starts at this probability.
+    """A linear head; with a ``prior_probability``, used for sigmoids, every class starts at this probability.
 
     This keeps the many negatives from swamping the first steps.
     """
@@ -95,7 +95,7 @@ def class_head(channels: int, num_logits: int, prior_probability: float | None) 
 def box_head(channels: int, log_size: float, outputs: int = 4) -> MLP:
     """A box head that starts without a correction of the centre, and with ``log_size`` for both sides, before the sigmoid.
 
-    With ``outputs`` other than the four numbers of a box and a ``log_size`` of 0, all outputs start at zero.
+    If ``outputs`` is not the four numbers of a box, a ``log_size`` of 0 lets all outputs start at zero.
     """
     head = MLP(channels, channels, channels, outputs)
     nn.init.zeros_(head.layers[-1].weight)

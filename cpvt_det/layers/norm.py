@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms for padded maps, by the names that configs use.
+"""Norms for padded maps, under the names that configs use.
 
-If a padded batch is normalised over all its cells, the result depends on the amount of padding: with much of it, the zeros dominate
+If a padded batch is normalised over all cells, the result depends on the amount of padding: if there is much, its zeros dominate
 mean and variance. The norms here count only valid cells.
 """
 
@@ -19,7 +19,7 @@ from cpvt_det.common.errors import UnknownNameError
 class MaskedBatchNorm2d(nn.BatchNorm2d):
     """Batch norm whose statistics come from valid cells only.
 
-    Weights, running statistics and state dict are those of ``nn.BatchNorm2d``; in evaluation, so is the arithmetic. With one
+    Weights, running statistics and state dict are those of ``nn.BatchNorm2d``; so is the arithmetic in evaluation. With one
     valid cell the variance is 0, and enters the running variance without the factor n / (n - 1). With no valid cell the running
     statistics do not change.
     """
@@ -34,7 +34,7 @@ class MaskedBatchNorm2d(nn.BatchNorm2d):
             valid: (B, 1, H, W) bool, True = counted; ``None`` counts every cell.
 
         Returns:
-            (B, C, H, W), every cell normalised, padded cells with the statistics of the valid ones.
+            (B, C, H, W), all cells normalised with the statistics of the valid ones.
         """
         if not self.training:
             return super().forward(x)
@@ -54,10 +54,10 @@ class MaskedBatchNorm2d(nn.BatchNorm2d):
         return out
 
     def _over_all(self, x: Tensor) -> Tensor:
-        """torch's own batch norm, on rows: for a channels-last view of width 1, torch 2.15 silently gives a wrong gradient on CPUs.
+        """torch's own batch norm, on rows, because for channels-last views of width 1, torch 2.15's gradient on CPUs is wrong.
 
         Other maps with channels first are used directly: their rows would be a copy, which takes a third of a network's time.
-        Autograd stores the running statistics that it is given. Ours change in place, so it gets copies.
+        Autograd stores the running statistics that are passed. Ours change in place, so copies are passed.
         """
         mean, variance = self.running_mean.clone(), self.running_var.clone()
         is_plain = x.ndim == 4 and x.shape[-1] > 1 and x.is_contiguous() and not x.is_contiguous(memory_format=torch.channels_last)
@@ -72,7 +72,7 @@ class MaskedBatchNorm2d(nn.BatchNorm2d):
 
 
 class MaskedSyncBatchNorm2d(MaskedBatchNorm2d):
-    """:class:`MaskedBatchNorm2d` with the statistics of all processes together."""
+    """:class:`MaskedBatchNorm2d` with statistics over all processes together."""
 
     synchronised = True
 
@@ -202,7 +202,7 @@ def _rows(x: Tensor) -> Tensor:
 def _over_processes(mean: Tensor, variance: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Join the statistics of all processes by one all-reduce of sum, sum of squares and count.
 
-    In float64, because the one-pass formula cancels in float32; a process without a valid cell adds nothing.
+    This is done in float64, because the one-pass formula cancels in float32; a process without a valid cell adds nothing.
     """
     mean, variance, count = mean.double(), variance.double(), count.double()
     sums = distributed.all_reduce_sum(torch.cat((count * mean, count * (variance + mean.square()), count[None])))

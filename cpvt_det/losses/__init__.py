@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predictions and targets -> losses."""
+"""From predictions and targets to losses."""
 
 from cpvt_det.losses import distributions  # noqa: F401, registers losses
 from cpvt_det.losses.classification import (

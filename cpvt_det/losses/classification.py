@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kinds of classification. Each owns its loss, its matching cost and its score decoding, which must agree."""
+"""Kinds of classification. Each defines its loss, its matching cost and its score decoding, which must agree."""
 
 import math
 from typing import Any
@@ -19,7 +19,7 @@ The contract is that of :class:`SoftmaxClassification`: ``num_classes``, ``num_l
 ``normalizer``, ``decode`` and ``predicted_object``, which must agree with each other. A classification with ``uses_overlaps`` also
 gets the overlaps of boxes, as a third argument of ``cost`` and of ``loss``, as in ``losses/overlap_classification.py``.
 """
-SOFTPLUS_IS_LINEAR = 40.0  # linear from here on to the last digit of float64; torch's own 20 is for float32
+SOFTPLUS_IS_LINEAR = 40.0  # linear from here on, to the last digit of float64; torch's own 20 is for float32
 
 
 @CLASSIFICATION_REGISTRY.register_as("softmax")
@@ -187,7 +187,7 @@ class FocalClassification(SigmoidClassification):
 
 
 class PrecomputedGradient(torch.autograd.Function):
-    """Sums (D,) over logits (D, ...) with precomputed slopes, of the logits' shape; only the slopes are stored for backward."""
+    """Sums (D,) over logits (D, ...), with precomputed slopes of the logits' shape; only the slopes are stored for backward."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, sums: Tensor, slopes: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matched pairs -> losses, over all decoder layers at once.
+"""The losses of matched pairs, over all decoder layers at once.
 
 Place in the pipeline: after ``losses/matcher.py``, the last step in training.
 """
@@ -45,8 +45,8 @@ class SetCriterion:
     Args:
         matcher: matcher of predictions and targets; the loss uses the same classification.
         class_weight, l1_weight, giou_weight: weights of DETR's three losses, the same in every layer; 0 leaves a loss out.
-        proposal_matches: number of proposals that each object is matched with; more than one gives a stronger training signal.
-        hybrid_matches: number of queries of the hybrid branch that each object is matched with.
+        proposal_matches: number of proposals matched with each object; more than one gives a stronger training signal.
+        hybrid_matches: number of the hybrid branch's queries matched with each object.
         losses: further losses, name -> (weight, function); the contract is that of :data:`LOSS_REGISTRY`.
         one_to_many: matcher of ``Predictions.one_to_many``, whose losses have the same divisors as those of the queries.
         many_class_weight: weight of the class loss of ``Predictions.one_to_many``; 0 leaves it out.
@@ -84,7 +84,7 @@ class SetCriterion:
         self.losses: dict[str, Loss] = {name: LOSS_REGISTRY.find(name.removeprefix("loss_")) for name in weights}
         for name, (weight, loss) in (losses or {}).items():
             if weights.get(f"loss_{name}"):
-                raise ValueError(f"the loss {name!r} is there already, with the weight {weights[f'loss_{name}']}")
+                raise ValueError(f"the loss {name!r} exists already, with the weight {weights[f'loss_{name}']}")
             weights[f"loss_{name}"], self.losses[f"loss_{name}"] = weight, loss
         many_weights = {**weights, "loss_class": many_class_weight}
         self.weights = {name: weight for name, weight in weights.items() if weight}
@@ -157,7 +157,7 @@ class SetCriterion:
         normalizers: Normalizers,
         names: Iterable[str] | None = None,
     ) -> dict[str, Tensor]:
-        """The unweighted losses of every layer, by name, each (D,): those in ``names``, by default all that have a weight."""
+        """The unweighted losses of every layer, by name, (D,) each: those in ``names``, by default all that have a weight."""
         matched = Matched(predictions, targets, matches, self.classification, normalizers)
         losses = {name: self.losses[name](matched) for name in names or self.weights}
         return {name: values for name, values in losses.items() if values is not None}
@@ -165,7 +165,7 @@ class SetCriterion:
     @torch.no_grad()
     def _metrics(self, predictions: Predictions, targets: PaddedTargets, matches: Matches) -> dict[str, Tensor]:
         logits = predictions.logits[-1]
-        last = slice(len(matches.layer) // len(predictions.logits) * (len(predictions.logits) - 1), None)  # every layer has as many
+        last = slice(len(matches.layer) // len(predictions.logits) * (len(predictions.logits) - 1), None)  # same number per layer
         image, query, target = matches.image[last], matches.query[last], matches.target[last]
         wrong = (logits[image, query].argmax(-1) != targets.labels[image, target]).to(logits.dtype)
         claimed = self.classification.predicted_object(logits).sum(-1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""D-FINE's losses of the distributions that boxes are made of: one towards the object's sides, one towards the last layer.
+"""D-FINE's losses for the distributions that define boxes: one pulls them to the object's sides, one to the last layer's.
 
 Source: arXiv 2410.13842, sections 4.1 and 4.2; the arithmetic is that of Peterande/D-FINE.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hungarian matching of all decoder layers at once: predictions x targets -> pairs.
+"""Hungarian matching of predictions with targets, for all decoder layers at once.
 
 Place in the pipeline: after ``models/``, before ``losses/criterion.py``.
 """
@@ -51,7 +51,7 @@ class Matches:
 
 
 class HungarianMatcher:
-    """The one-to-one assignment of queries to targets with the least total cost, for each layer and image.
+    """Assigns queries one-to-one to targets with the least total cost, for each layer and image.
 
     Args:
         classification: kind of class scores, with its matching cost.
@@ -77,11 +77,11 @@ class HungarianMatcher:
         """Match all groups, with a single wait for the device.
 
         Args:
-            groups: predictions of D layers for B images, and the targets of the same images.
+            groups: pairs of the predictions of D layers for B images and the targets of these images.
 
         Returns:
             For every group, min(Q, G) pairs for each layer and image, ordered by layer, image and query. If predictions are not
-            finite, the pairs are meaningless but as many, so that all processes of a run go on alike and skip the step together.
+            finite, the pairs are meaningless but of the same number, so that all processes of a run skip the step together.
         """
         from scipy.optimize import linear_sum_assignment  # the import takes half a second, which prediction can save
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several queries for every object: the matching of MS-DETR's second supervision.
+"""The matching of MS-DETR's second supervision, with several queries for every object.
 
 Place in the pipeline: after ``models/``, before ``losses/criterion.py``, for ``Predictions.one_to_many``.
 """
@@ -21,7 +21,7 @@ class OneToManyMatcher:
 
     The score of a query and an object is 0.7 times the overlap of their boxes plus 0.3 times the probability of the object's class.
     A query counts for the object with its highest score if this score is at least the threshold, or if the query is the best one
-    for some object. An object is matched with as many of its best queries as count for it, at most ``matches``.
+    for some object. If n queries count for an object, it is matched with its n best queries, at most ``matches``.
 
     Args:
         matches: largest number of queries per object.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kinds of classification whose scores learn how well a box fits: sigmoids with the overlap in the target of an object's class."""
+"""Kinds of classification whose scores learn how well a box fits: sigmoids whose targets depend on the overlap."""
 
 import torch
 from torch import Tensor

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loss of image classification: cross-entropy with shares of classes, and with a teacher's answers."""
+"""The loss for image classification: cross-entropy with the shares of classes, and with a teacher's answers."""
 
 import torch
 import torch.nn.functional as F
@@ -32,12 +32,12 @@ class ClassCriterion:
         Args:
             logits: (H, B, K) float, as in :class:`cpvt_det.common.structures.ClassLogits`.
             shares: (B, K) float, the part of each class in each image; the sum over classes is 1.
-            taught: (B,) int64, the teacher's classes; ``None`` without a teacher: the heads' mean is compared with the shares.
-            count: number of images in the whole step of this process, if this batch is a part of it; ``None`` for B.
+            taught: (B,) int64, the teacher's classes; ``None``: no teacher, so the heads' mean is compared with the shares.
+            count: number of this process's images in the whole step, if this batch is a part of it; ``None`` for B.
 
         Returns:
-            ``loss_class``, ``loss_taught`` if there is a teacher, and ``metric_class_error``: percent of images whose best class is
-            not that of the largest share.
+            ``loss_class``, ``loss_taught`` if there is a teacher, and ``metric_class_error``, the percentage of images whose best
+            class is not the one with the largest share.
         """
         count = len(shares) if count is None else count
         if taught is None:

@@ -23,7 +23,7 @@ class Normalizers:
         boxes: divisor of the box losses.
         classes: divisor of the class loss.
         queries: numbers of a layer's queries with and without an object, divided by the number of processes; ``None`` for queries
-            that are counted for this batch only, such as denoising queries.
+            that are counted in this batch only, such as denoising queries.
     """
 
     boxes: Tensor
@@ -33,7 +33,7 @@ class Normalizers:
 
 @dataclass
 class Matched:
-    """Predictions and the targets that they are matched with, as P pairs in all layers together: the argument of every loss.
+    """Predictions and their matched targets, as P pairs over all layers: the argument of every loss.
 
     Attributes:
         predictions: logits (D, B, Q, K') and boxes (D, B, Q, 4).
@@ -79,8 +79,8 @@ class Matched:
 LOSS_REGISTRY = PartRegistry("LOSS", "loss", chosen=frozenset({"matched"}))
 """Name -> a function of a :class:`Matched`, ``matched``, and of options. It returns an unweighted loss per layer, (D,) float, or
 ``None`` where it does not apply, as for proposals that lack its inputs. It also applies to proposals and denoising queries. In the
-metrics of a step it is called ``loss_<name>``. ``class``, ``l1`` and ``giou`` have their own weights, and a weight of 0 leaves them
-out; ``MODEL.CRITERION.LOSSES`` adds others."""
+metrics of a step it is called ``loss_<name>``. ``class``, ``l1`` and ``giou`` have their own weights, and a weight of 0 leaves a
+loss out; ``MODEL.CRITERION.LOSSES`` adds others."""
 
 Loss = Callable[[Matched], Tensor | None]
 

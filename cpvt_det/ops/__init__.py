@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels, and what routes to them: deformable attention, convolutions, matrix products, dropout, non-maximum suppression."""
+"""Kernels, and the choice between them: deformable attention, convolutions, matrix products, dropout, non-maximum suppression."""
 
 from cpvt_det.ops.deformable_attention import ms_deform_attn
 from cpvt_det.ops.forks import end_threads_at_forks

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ms_deform_attn: the sampling core of deformable attention, fused on CPU and CUDA, in torch alone elsewhere.
+"""ms_deform_attn, the sampling core of deformable attention: fused on CPU and CUDA, in torch alone elsewhere.
 
 The fused kernels are the operators ``cpvt_det::ms_deform_attn`` and ``cpvt_det::ms_deform_attn_backward``, so that compiled
 programs contain one node for each.
@@ -44,7 +44,7 @@ def ms_deform_attn(
     Args:
         value: (B, N, M, D) float, the maps of all levels one after another, row by row; D is the width of one head.
         level_shapes: (H_l, W_l) of every level; their products sum to N tokens.
-        sampling_locations: (B, Q, M, L, P, 2) xy, [0, 1] of the padded map; in value's dtype, or float32 if value is in half
+        sampling_locations: (B, Q, M, L, P, 2) xy, in [0, 1] of the padded map; in value's dtype, or float32 if value is in half
             precision.
         attention_weights: (B, Q, M, L, P), in value's dtype, or float32 if value is in half precision.
         implementation: ``numba`` (CPU), ``triton`` (CUDA), ``eager`` (torch alone, any device), ``export`` (plain aten, which

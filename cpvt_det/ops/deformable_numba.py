@@ -6,7 +6,7 @@ compiled for this width at first use and cached on disk. Records are added and m
 the order of sums over channels, the arithmetic is not relaxed.
 
 The forward pass is split by queries and the backward pass by heads, so that no two threads add to the same number. Results do
-not depend on the thread count.
+not depend on the number of threads.
 
 The file is long because numba checks only this file's modification time to decide whether a cached kernel is still valid.
 """
@@ -260,7 +260,7 @@ def backward(
 
 
 def _is_head_major(value: Tensor, num_queries: int) -> bool:
-    """Whether to copy the maps so that each head is contiguous: with many queries, M times as much of a head is then cached."""
+    """Whether to copy the maps so that each head is contiguous: with many queries, a cache then holds M times more of a head."""
     return 2 * num_queries >= value.shape[1] and value.shape[2] > 1
 
 

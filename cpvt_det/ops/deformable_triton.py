@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multi-scale deformable attention in Triton, which ``deformable_attention`` runs on a GPU.
+"""Multi-scale deformable attention in Triton, for ``deformable_attention`` on a GPU.
 
-The module can be imported without Triton, which only ``forward`` and ``backward`` need. Common to all kernels:
+The module can be imported without Triton, which only ``forward`` and ``backward`` need. All kernels share this design:
 
 - A program handles one head of one image, and a tile of neighbouring queries times the head's D channels. A corner is then read
   as one coalesced row, 16 bytes per thread where D allows it. Queries that are neighbours on the map sample neighbouring pixels,
-  and so share one L1. Heads vary fastest over the grid, so that concurrent programs read one band of each level in whole lines
+  so they share one L1. Heads vary fastest over the grid, so that concurrent programs read one band of each level in whole lines
   of M * D values.
 - Levels are unrolled, points are not. With all L * P = 16 points unrolled, the forward took 244 registers on sm_90. With a loop
   over the points it takes 48, and five times as many warps hide the latency of its reads.
@@ -16,7 +16,7 @@ The module can be imported without Triton, which only ``forward`` and ``backward
   they become integers, so none can overflow. NaN passes the clamp and fails every bounds test, so nothing is read for it; it
   reaches the result through the bilinear weights.
 
-The file is long because the launches and the three kernels must agree about tiles, cells and arguments.
+The file is long because the launches and the three kernels must agree on tiles, cells and arguments.
 
 Source: arXiv 2010.04159, section 4.1, equation 3.
 """
@@ -208,7 +208,7 @@ def _jit(*integers: str) -> Callable:
 
 @_jit()
 def _pixel(pointer, mask, size, COMPUTE: tl.constexpr):
-    """Coordinates on an axis of ``size`` pixels, clamped to -2 and size + 1 outside the level; masked rows get -2."""
+    """Coordinates on an axis of ``size`` pixels, clamped to [-2, size + 1], just outside the level; masked rows get -2."""
     pixel = tl.load(pointer, mask=mask, other=-2.0).to(COMPUTE) * size - 0.5
     pixel = tl.maximum(pixel, -2.0, propagate_nan=tl.PropagateNan.ALL)
     return tl.minimum(pixel, size + 1.0, propagate_nan=tl.PropagateNan.ALL)
@@ -365,7 +365,7 @@ def _backward_kernel(
     BLOCK_D: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
-    """Write gradients of locations and weights; add atomically to grad_value_ptr, or write cells to keys_ptr. Long: one loop."""
+    """Write gradients of locations and weights; add atomically to grad_value_ptr, or write cells to keys_ptr, all in one loop."""
     image, head, real, row, lanes = _rows(queries, blocks, M, BLOCK_Q, BLOCK_D)
     grad = tl.load(grad_output_ptr + row[:, None] * D + lanes, mask=_tile(real, lanes, D, BLOCK_D), other=0.0).to(COMPUTE)
     # Results are collected in tiles as wide as a query's samples and stored as whole rows. Stored one by one, they would be

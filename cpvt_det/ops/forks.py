@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Torch's threads after a fork of a process that has already computed, as in ``gunicorn --preload``, Celery or multiprocessing.
+"""Keep torch working after a fork of a process that has already computed, as in ``gunicorn --preload``, Celery or multiprocessing.
 
 Threads do not survive in the child, and GCC's OpenMP would wait there for its threads for ever. So the threads are ended before the
 fork, and parent and child start new ones for their next computation.

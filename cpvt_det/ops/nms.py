@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order in which proposals are chosen: the best first, and those suppressed by a better one after all others."""
+"""The order in which proposals are chosen: the best first, and those that a better one suppresses after all others."""
 
 import math
 
@@ -16,9 +16,9 @@ SUPPRESSED = 1e3  # subtracted from the scores of boxes suppressed by a better o
 def nms_topk(boxes_xyxy: Tensor, scores: Tensor, padded: Tensor, threshold: float, count: int) -> Tensor:
     """Choose boxes by score; boxes whose intersection over union with a better one exceeds ``threshold`` come last.
 
-    It uses torchvision's operator, on few boxes at first, because its time grows with the square of their number. It runs image by
-    image, because ``batched_nms`` shifts the boxes of each image, with a rounding that depends on the batch. An exported program
-    uses :func:`nms_topk_exportable`.
+    It calls torchvision's operator on few boxes first, because the time grows with the square of their number, and image by image,
+    because ``batched_nms`` shifts the boxes of each image, with a rounding that depends on the batch. An exported program uses
+    :func:`nms_topk_exportable`.
 
     Args:
         boxes_xyxy: (B, N, 4) float, in any unit.
@@ -60,8 +60,8 @@ def _first_apart(boxes_xyxy: Tensor, order: Tensor, number: int, threshold: floa
 def nms_topk_exportable(boxes_xyxy: Tensor, scores: Tensor, padded: Tensor, threshold: float, count: int) -> Tensor:
     """:func:`nms_topk` in ``count`` steps; each takes the best remaining box and moves the boxes that overlap it to the back.
 
-    Whether a box is moved back depends only on better ones, so ``count`` steps give the same boxes as steps over all boxes. A
-    step needs neither a matrix of pairs nor a number of boxes that is known only afterwards.
+    Whether a box is moved back depends only on better ones, so ``count`` steps give the same result as steps over all boxes. A
+    step needs neither a matrix of pairs nor a number of boxes that is only known afterwards.
     """
     sides = boxes_xyxy[..., 2:] - boxes_xyxy[..., :2]
     places = torch.arange(count, device=scores.device).expand(scores.shape[0], -1)

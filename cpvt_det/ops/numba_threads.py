@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiling and running numba's kernels.
+"""Compile and run numba's kernels.
 
 Kernels release the interpreter lock and run in torch's own threads, or in a pool of Python threads if these are not available.
 numba's own threading layers either do not survive a fork or must not be called from two threads at once.
@@ -52,7 +52,7 @@ inlined = numba.njit(nogil=True, error_model="numpy", forceinline=True)
 
 
 def cut(length: int, work: int) -> list[tuple[int, int]]:
-    """Cut ``range(length)`` into a piece for each thread that torch may use, or leave it whole where the work is small."""
+    """Cut ``range(length)`` into a piece for each thread that torch may use, or leave it whole if there is little work."""
     pieces = min(torch.get_num_threads(), length, max(1, work // SMALL_WORK))
     if pieces == 1:
         return [(0, length)]
@@ -73,8 +73,8 @@ def run(kernel: Callable, arrays: tuple, pieces: list[tuple[int, int]]) -> list:
 class TorchThreads:
     """The threads of torch's own OpenMP library, used through the calls into which GCC compiles ``omp parallel``.
 
-    After each parallel part of torch, these threads spin on their cores for milliseconds and wait for the next part. Any additional
-    threads would get half a core.
+    After each parallel part of torch, these threads spin on their cores for milliseconds while they wait for the next part. Any
+    additional threads would get half a core.
 
     Args:
         library: path of a library that is linked with that OpenMP library.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of the kernel for an operation on a CPU, by the processor's instructions and never by its maker.
+"""The choice of a kernel for an operation on a CPU, by the processor's instructions and never by its maker.
 
-``CPVT_DET_WITHOUT=winograd,rows`` in the environment switches off one or more routes of this package; torch's own code is used
-instead. ``all`` switches off all of them.
+``CPVT_DET_WITHOUT=winograd,rows`` in the environment switches off these routes of this package, and torch's own code is used
+instead. ``all`` switches off all routes.
 """
 
 import functools
@@ -52,7 +52,7 @@ def is_on(route: str) -> bool:
     """Whether a route is used on this processor and is not switched off.
 
     Raises:
-        ConfigError: a switch with a name that is not in :data:`ROUTES`.
+        ConfigError: a name in the variable that is not in :data:`ROUTES`.
     """
     has_library = route in OWN or torch.backends.mkldnn.is_available()
     return not {route, ALL} & set(_left_out()) and has_library and instructions().startswith(ROUTES[route])
@@ -62,7 +62,7 @@ def is_all_left_out() -> bool:
     """Whether every route is switched off.
 
     Raises:
-        ConfigError: a switch with a name that is not in :data:`ROUTES`.
+        ConfigError: a name in the variable that is not in :data:`ROUTES`.
     """
     return ALL in _left_out()
 
@@ -71,7 +71,7 @@ def _left_out() -> list[str]:
     left_out = [name.strip() for name in os.environ.get(SWITCH, "").split(",") if name.strip()]
     for name in left_out:
         if name not in (*ROUTES, ALL):
-            raise ConfigError(f"{SWITCH} names the unknown way {name!r}; known: {', '.join((*ROUTES, ALL))}")
+            raise ConfigError(f"{SWITCH} names the unknown route {name!r}; known: {', '.join((*ROUTES, ALL))}")
     return left_out
 
 
@@ -97,8 +97,8 @@ def _flags() -> dict[str, bool]:
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether a tensor is a plain CPU tensor of torch, is not traced, compiled or transformed by ``torch.func``, and no active mode
-    counts or fakes operations."""
+    """Whether a tensor is a plain CPU tensor of torch that is not traced, compiled or transformed by ``torch.func``, and whose
+    operations no active mode counts or fakes."""
     if torch.compiler.is_compiling() or x.device.type != "cpu" or type(x) not in (Tensor, nn.Parameter):
         return False
     is_watched = torch.jit.is_tracing() or _get_current_dispatch_mode() is not None

@@ -12,7 +12,7 @@ NARROW = 16
 
 For the weight's gradient in channels last, oneDNN gathers the cells of the stride into memory for ``cells * channels`` numbers, but
 writes each cell at ``cell * block``. That is past the end if there are fewer channels than in a block, which has 16 with AVX-512
-and 8 with AVX2 (``tests/upstream/strided_1x1.py``). Skipping cells first, then convolving with a stride of 1, gives the same sum.
+and 8 with AVX2 (``tests/upstream/strided_1x1.py``). Skipping cells first and convolving with a stride of 1 gives the same sum.
 
 Source: oneDNN ``jit_avx512_common_1x1_convolution.cpp`` (``rp.ws``), ``jit_uni_1x1_conv_utils.hpp``; its issue 6035."""
 

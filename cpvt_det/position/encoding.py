@@ -21,7 +21,7 @@ FACTS = ("channels", "num_levels", "num_layers", "num_heads", "ffn_channels")
 
 class PositionRegistry(PartRegistry):
     """Encodings by name. ``<one>+<PEG>`` combines any encoding with a PEG, as in ``table+peg_plain``. The options
-    of each are given under its name: ``{"table": {"grid": (7, 7)}}``."""
+    of both are given under their names: ``{"table": {"grid": (7, 7)}}``."""
 
     def __contains__(self, name: str) -> bool:
         return super().__contains__(name) or self._is_sum(name)
@@ -52,7 +52,7 @@ class PositionRegistry(PartRegistry):
 
 
 POSITION_REGISTRY = PositionRegistry("POSITION", "position encoding", chosen=frozenset({"additive", "peg"}))
-"""Name -> builder of the encoding. It is called with keywords: its own options, and those of :data:`FACTS` that it names."""
+"""Name -> builder of the encoding. It is called with its own options and with those of :data:`FACTS` that are its parameters."""
 
 
 class PositionEncoding(nn.Module):
@@ -63,9 +63,9 @@ class PositionEncoding(nn.Module):
     :meth:`place` and :meth:`feed` inside its layers. Encodings see only an image's tokens, not class and distillation tokens.
 
     Attributes:
-        acts_in_attention: whether :meth:`place` does anything; such an encoding is refused by attention without products of queries
-            and keys.
-        acts_in_ffn: whether :meth:`feed` does anything; such an encoding is refused by deformable encoders.
+        acts_in_attention: whether :meth:`place` does anything; attention without products of queries and keys refuses such an
+            encoding.
+        acts_in_ffn: whether :meth:`feed` does anything; deformable encoders refuse such an encoding.
     """
 
     acts_in_attention = acts_in_ffn = False
@@ -128,13 +128,13 @@ class PositionEncoding(nn.Module):
         return hidden
 
     def acts_after(self, layer: int) -> bool:
-        """Whether :meth:`inject` does anything after a layer; -1 is before the first. For encoders that leave padding out."""
+        """Whether :meth:`inject` does anything after a layer; -1 is before the first. Encoders that leave padding out ask this."""
         return type(self).inject is not PositionEncoding.inject
 
     @property
     def looks_at_padding(self) -> bool:
         """Whether the result of :meth:`inject` for valid tokens depends on padded tokens. If not, an encoder need not compute the
-        padded ones. A user-defined encoding that ignores padded tokens may return ``False``."""
+        padded ones. An encoding of your own that ignores padded tokens may return ``False``."""
         return type(self).inject is not PositionEncoding.inject
 
     def __init_subclass__(cls, **named: Any):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RT-DETR's sine encoding, and its variant in most public code, which differs on maps that are not square."""
+"""RT-DETR's sine encoding, and its variant in most public code, which differs unless maps are square."""
 
 from collections.abc import Sequence
 
@@ -52,8 +52,8 @@ class GridSineEncoding(SineEncoding):
 class ScrambledSineEncoding(GridSineEncoding):
     """The same encoding on square maps. On others, tokens are placed as in a grid of H columns and W rows, so cells are misplaced.
 
-    For comparison only: lyuwenyu/RT-DETR, Peterande/D-FINE and code derived from them compute this. Here the grid is that of each
-    image's own cells, so that padding changes nothing.
+    It is for comparison only: lyuwenyu/RT-DETR, Peterande/D-FINE and code derived from them compute this. Here the grid is that of
+    each image's own cells, so that padding changes nothing.
 
     Args:
         channels: C, a multiple of 4.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Positional Encoding Generator (PEG) of CPVT's detection experiment, and the encoder's encoding that is built from it."""
+"""The Positional Encoding Generator (PEG) of CPVT's detection experiment, and the position encoding that is built from it."""
 
 from collections.abc import Callable, Sequence
 
@@ -24,7 +24,7 @@ class PEGDetection(nn.Module):
         kernel_size: k, odd.
         norm: ``BN``, ``SyncBN``, ``GN`` or ``none``.
         mask_input: whether to zero the padded tokens before the convolution and leave them out of the norm's statistics, so that
-            an image's tokens do not depend on its padding. ``False`` computes as the authors do: padded tokens leak into their
+            an image's tokens do not depend on its padding. ``False``: as the authors compute it; padded tokens leak into their
             neighbours and into the statistics, and only the outputs at padded tokens are restored.
         zero_init: whether to multiply the branch by a scale per channel that starts at 0, so that a trained model starts
             unchanged. The scale comes after the activation, because a zero before the ReLU would have no gradient.
@@ -144,7 +144,7 @@ class PEGDetection(nn.Module):
 
 
 def encode_levels(pegs: Sequence[PEGDetection], tokens: Tensor, padding_mask: Tensor, level_shapes: Sequence[Size]) -> Tensor:
-    """Add the encoding of one PEG for all levels, or of one PEG per level; arguments as in :meth:`PEGDetection.forward`.
+    """Add the encoding of one PEG for all levels, or of one per level; arguments as in :meth:`PEGDetection.forward`.
 
     Raises:
         ValueError: a number of PEGs other than one or the number of levels.
@@ -164,7 +164,7 @@ class PEGEncoding(PositionEncoding):
         num_levels: L.
         num_layers: number of encoder layers, which limits ``positions``.
         additive: function that builds the other encoding from the channels; ``None``: no other encoding.
-        peg: builder of one PEG from the channels and the last four arguments: :class:`PEGDetection` or one of
+        peg: function that builds one PEG from the channels and the last four arguments: :class:`PEGDetection` or one of
             ``studies/ablations.py``.
         positions: the layers after which a PEG acts; -1 is before the first. 0, the default, is CPVT's choice.
         share_levels: whether all levels at a position share one PEG, whose norm covers all of them, instead of one per level.

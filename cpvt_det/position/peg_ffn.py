@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A depthwise convolution inside the feed-forward network of every layer: PEG's idea at the place where GTR uses it."""
+"""A depthwise convolution inside the feed-forward network of every layer: PEG's idea where GTR applies it."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ from cpvt_det.position.encoding import PositionEncoding, register_position, requ
 class FeedForwardPEGEncoding(PositionEncoding):
     """A 3x3 depthwise convolution with zero padding and a bias, on the network's inner channels, before its activation.
 
-    Padded tokens are zeroed before it, so that they look like the border.
+    Padded tokens are zeroed first, so that they look like the border.
 
     Args:
         num_layers: number of encoder layers; each has a convolution.

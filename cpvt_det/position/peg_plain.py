@@ -17,7 +17,7 @@ class PlainPEGEncoding(PEGEncoding):
     Args:
         channels, num_levels, num_layers, additive, positions, share_levels, kernel_size, mask_input, zero_init: as in
             :class:`PEGEncoding`.
-        peg: builder of one PEG, as in :class:`PEGEncoding`; it is also called with ``plain``.
+        peg: function that builds one PEG, as in :class:`PEGEncoding`, and also takes ``plain``.
 
     Source: arXiv 2102.10882, algorithm 1.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Relative positions inside the attention: a learned vector for each clipped offset of rows and of columns."""
+"""Relative positions inside the attention: learned vectors for the clipped offsets of rows and of columns."""
 
 from collections.abc import Sequence
 

@@ -12,7 +12,7 @@ from cpvt_det.position.encoding import PositionEncoding, channels_per_head, regi
 
 
 class RotaryEncoding(PositionEncoding):
-    """Pairs of neighbouring channels of a query or key are rotated by the angle that :meth:`angles` gives for their cell.
+    """Rotates each pair of neighbouring channels of a query or key by the angle that :meth:`angles` gives for its cell.
 
     Cells count from the upper left corner of each image, so padding changes nothing.
     """
@@ -42,7 +42,7 @@ class RotaryEncoding(PositionEncoding):
 
 @register_position("rope")
 class AxialRotaryEncoding(RotaryEncoding):
-    """The first half of a head's channels is rotated by the row, the second by the column, each with falling frequencies.
+    """Rotates the first half of a head's channels by the row, and the second by the column, each with falling frequencies.
 
     Args:
         channels: C.

@@ -16,13 +16,13 @@ from cpvt_det.position.encoding import PositionEncoding, register_position
 class SineEncoding(PositionEncoding):
     """Sines and cosines of the row and the column, by default relative to the size of the valid part of the map.
 
-    Computed in float32, or float64 for float64 features, even under autocast, so that half precision cannot round positions.
+    The computation is in float32, or float64 for float64 features, even under autocast: half precision would round positions.
 
     Args:
         channels: C, a multiple of 4; the first half encodes the row, the second the column.
         offset: number added to the cell index, which counts from 1: 0 in DETR, -0.5 in Deformable-DETR.
         temperature: ratio of the longest wavelength to the shortest, in the limit of many channels.
-        normalize: whether to scale angles so that the valid part of the map is a full turn; ``False``: a cell is one radian,
+        normalize: whether to scale angles so that the valid part of the map spans a full turn; ``False``: a cell spans one radian,
             whatever the image's size.
 
     Raises:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeiT's learned table, one vector per cell of a grid, interpolated to each image's own grid."""
+"""DeiT's learned table with one vector per cell of a grid, interpolated to each image's own grid."""
 
 from collections.abc import Sequence
 
@@ -55,7 +55,7 @@ class TableEncoding(PositionEncoding):
 
 
 def interpolate(table: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """Interpolate a table (C, I, J) with weights of its entries, (B, H, I) for rows and (B, W, J) for columns -> (B, C, H, W)."""
+    """Interpolate a table (C, I, J) with weights of its entries, (B, H, I) for rows and (B, W, J) for columns; (B, C, H, W)."""
     return rows[:, None] @ (table @ columns.mT[:, None])
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps whose loss or gradient is not finite: found on the device, skipped, counted, and logged with their images."""
+"""Find steps whose loss or gradient is not finite, on the device; skip, count and log them with their images."""
 
 import logging
 from collections.abc import Sequence

@@ -74,7 +74,7 @@ class ClassTrainingModel(nn.Module):
         self.detector = detector
         self.criterion = criterion
         self.mixing = mixing
-        self._teacher = (teacher,)  # in a tuple, so that it gets no gradients, no training mode and no place in the state
+        self._teacher = (teacher,)  # in a tuple, so that it gets no gradients, no training mode and is not in the state dict
 
     def forward(self, samples: Sequence[Sample], normalizers: int | None = None) -> Losses:
         """The losses of samples of one size with ``image`` and ``targets``; ``normalizers`` is a result of :meth:`normalizers`."""

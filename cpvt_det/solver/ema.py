@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An exponential moving average of the weights, which gives better evaluations than the weights of the last step."""
+"""An exponential moving average of the weights, which evaluates better than the weights of the last step."""
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ class MovingAverage(AveragedModel):
 
     Args:
         model: detector to average, not a wrapper around it.
-        decay: share of the old average that is kept in each update, in [0, 1].
+        decay: share of the old average that each update keeps, in [0, 1].
 
     Raises:
         ValueError: a decay outside [0, 1].

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that memory can hold a step. On the CPU they run before the step, because the system kills a process that needs too much
-memory, without a message.
+"""Checks that a step fits into memory. On the CPU they run before the step, because the system kills a process that needs too much
+memory without a message.
 
 One image of the first batch is passed through the detector, on the canvas of its batch, and the memory that autograd keeps for it
-is counted. All images of a part of the batch are in memory at the same time, so their sum is a lower bound for the step. Temporary
-outputs, gradients, the optimiser and the work space of operators need additional memory. Queries that only training uses are
+is counted. All images of a part of the batch are in memory at the same time, so this number times the images is a lower bound for
+the step. Temporary outputs, gradients, the optimiser and operators' work space need more. Queries that only training uses are
 counted first, because their attention mask alone may exceed the memory.
 """
 
@@ -26,13 +26,13 @@ from cpvt_det.models.denoising import ContrastiveDenoising
 
 logger = logging.getLogger("cpvt_det")
 LARGE = 4_000
-"""Number of available bytes per pixel of a batch above which a step is not checked; detectors of this package need less."""
+"""Available bytes per pixel of a batch above which a step is not checked; detectors of this package need less."""
 LARGE_SQUARE = 1_000
 """The same number per pair of queries in the decoder's self-attention; with denoising there may be thousands of queries."""
 CERTAIN = 1.1
-"""Factor above the available memory at which the lower bound of a step is refused; images may differ in their need."""
+"""A step is refused if its lower bound exceeds the available memory times this factor; images may differ in their need."""
 LIKELY = 1.5
-"""Factor on the lower bound: a warning is given if the product exceeds the available memory, and advised parts stay below it."""
+"""Factor on the lower bound: if the product exceeds the available memory, a warning is given; advised parts stay below it."""
 SMALLER = "set smaller INPUT.MIN_SIZE_TRAIN and MAX_SIZE_TRAIN, or MODEL.CHECKPOINTING True"
 HARDLY_LESS = f"one image at a time is hardly less: {SMALLER}"
 
@@ -55,7 +55,7 @@ def out_of_memory_explained(images: int, parts: int) -> Iterator[None]:
         way_out = f"set SOLVER.ACCUMULATE {more}, which takes the step in {more} parts" if more > parts else SMALLER
         raise ConfigError(
             f"the step of {images} images does not fit into the memory of the GPU ({first_line(error)}); {way_out}; a run that "
-            "has begun goes on with --resume"
+            "has begun continues with --resume"
         ) from error
 
 
@@ -134,14 +134,14 @@ def _require_attention_mask(detector: ImageModel, targets: Sequence[Targets | No
 
 
 def _judge(each: int, images: int, count: int, available: int, size: str, has_many_queries: bool = False) -> None:
-    """Refuse, warn about, or accept ``images`` images at once that need ``each`` bytes, perhaps due to training-only queries."""
+    """Refuse, warn about, or accept ``images`` images at once that need ``each`` bytes each, perhaps for training-only queries."""
     need = each * images
     if need * LIKELY <= available:
         return
     fitting = [parts for parts in range(1, count + 1) if -(-count // parts) * each * LIKELY <= available]
     way_out = f"set SOLVER.ACCUMULATE {fitting[0]}, which takes the step in {fitting[0]} parts" if fitting else HARDLY_LESS
     if has_many_queries:
-        way_out += "; most queries are those of training, of which a smaller MODEL.QUERIES.DENOISING or HYBRID makes fewer"
+        way_out += "; most queries are for training only: a smaller MODEL.QUERIES.DENOISING or HYBRID makes fewer"
     told = (
         f"{size} keep {need / 1e9:.3g} GB for the backward pass (measured on one of them), "
         f"and {available / 1e9:.3g} GB of memory are available"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdamW with groups of parameters: backbone, sampling points, the rest; weight decays of norms, PEGs, biases and embeddings."""
+"""AdamW with groups of parameters: backbone, sampling points, others; with weight decays of norms, PEGs, biases and embeddings."""
 
 import math
 import re
@@ -43,7 +43,7 @@ def parameter_groups(
         embed_weight_decay: weight decay of embeddings: queries, tokens, tables, and everything else that is neither a weight nor
             a bias; ``None``: no separate decay.
         lr_multipliers: pairs (part, factor on its learning rate), with parts as in
-            :func:`cpvt_det.models.image_model.belongs_to_part`; for a part inside another one, the two factors are multiplied.
+            :func:`cpvt_det.models.image_model.belongs_to_part`; factors of nested parts are multiplied.
         layer_decay: factor on the learning rate of the backbone's parameters for each layer after them (arXiv 2106.08254,
             appendix); a value other than 1 needs a backbone with ``layers_above``.
 

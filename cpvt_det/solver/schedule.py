@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedules: turn epochs into iterations, and an iteration into a learning rate."""
+"""Schedules, which turn epochs into iterations, and an iteration into a learning rate."""
 
 import math
 from collections.abc import Sequence
@@ -76,8 +76,8 @@ class LRSchedule:
 
     Raises:
         UnknownNameError: an unknown kind.
-        ValueError: no iterations, an end outside [0, 1] or without a cosine, or steps that are not in rising order. Steps after
-            the end of the run are ignored.
+        ValueError: no iterations, an ``end`` outside [0, 1] or without a cosine, or steps that are not in rising order. Steps
+            after the end of the run are ignored.
     """
 
     def __init__(self, schedule: TrainingSchedule, kind: str = "step", gamma: float = 0.1, end: float = 0.0):

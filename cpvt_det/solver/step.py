@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One training step, from samples to losses, gradients and new weights. Both runners use it.
 
-The global random state is set from (seed, iteration, process) before every step. Therefore dropout repeats in a resumed run, and in
-the other runner, without a saved state.
+The global random state is set from (seed, iteration, process) before every step, so dropout repeats in a resumed run, and in the
+other runner, without a saved state.
 
 A step with anything that is not finite is skipped: weights, optimiser, running statistics and moving average do not change. The
 device makes this decision, and the host does not wait for it.
@@ -75,10 +75,10 @@ class StepOptions:
     Attributes:
         clip_norm: bound on the norm of all gradients together; ``None`` for no clipping.
         accumulate: number of parts in which a process's samples are processed. The result is the same as with one part, except for
-            norms with batch statistics, dropout and denoising, which draw random numbers part by part, and metrics, which are means
-            over parts.
+            norms with batch statistics, for dropout and denoising, which draw random numbers part by part, and for metrics, which
+            are means over parts.
         amp_dtype: dtype of autocast; ``None`` for full precision.
-        max_bad_steps: number of steps in a row that are not finite after which a run ends.
+        max_bad_steps: number of non-finite steps in a row that ends a run.
     """
 
     clip_norm: float | None = 0.1

@@ -380,7 +380,7 @@ def test_a_format_of_ones_own_comes_first(tmp_path):
         ),
         (
             lambda folder: [draw(folder / "a.png", "a"), write(folder / "a.xml", "<annotations><track id='0'/></annotations>")],
-            'a.xml is of a video .*: export the task as "CVAT for images" or as COCO',
+            'a.xml describes a video .*: export the task as "CVAT for images" or as COCO',
         ),
         (
             lambda folder: [draw(folder / "a.png", "a"), write(folder / "a.txt", "3000000 0.5 0.5 0.1 0.1")],

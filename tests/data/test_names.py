@@ -102,7 +102,7 @@ def test_a_missing_image_is_told_by_the_name_that_was_written(tmp_path):
     heading, why = names.entry("x/photo.jpg", tmp_path / "all.json")[FAULT]
     assert heading == "image files that are missing"
     assert why == (
-        f"{tmp_path}/all.json names 'x/photo.jpg', and no image below {tmp_path} is called so; {tmp_path}/photo.heic cannot "
+        f"{tmp_path}/all.json names 'x/photo.jpg', and no image below {tmp_path} has this name; {tmp_path}/photo.heic cannot "
         "be read here: convert them to JPEG or PNG"
     )
 

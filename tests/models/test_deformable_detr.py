@@ -290,8 +290,8 @@ def test_padded_tokens_count_as_zeros():
     ("arguments", "message"),
     [
         ({"channels": 10, "num_heads": 4}, "multiple of num_heads, got 10 channels and 4 heads"),
-        ({"num_levels": 0}, "levels and points to look at, got 0 levels and 1 points"),
-        ({"num_points": -1}, "levels and points to look at, got 1 levels and -1 points"),
+        ({"num_levels": 0}, "attention needs levels, and points for each, got 0 levels and 1 points"),
+        ({"num_points": -1}, "attention needs levels, and points for each, got 1 levels and -1 points"),
     ],
 )
 def test_attention_refuses_what_it_cannot_attend_with(arguments, message):
@@ -604,7 +604,7 @@ def test_offsets_and_reference_points_learn_at_their_own_rate():
             {**VARIANTS["multi_scale"], "DETECTOR__DECODER_POSITION": "none"},
             "unknown option of MODEL.META_ARCHITECTURE .CPVTDeformableDetr. .decoder_position.",
         ),
-        ({**VARIANTS["multi_scale"], "DETECTOR__ENC_POINTS": 0}, "levels and points to look at"),
+        ({**VARIANTS["multi_scale"], "DETECTOR__ENC_POINTS": 0}, "attention needs levels, and points for each"),
         ({**VARIANTS["multi_scale"], "DETECTOR__IMPLEMENTATION": "cuda"}, "unknown implementation 'cuda'"),
         ({**VARIANTS["two_stage"], "DETR__HIDDEN_DIM": 6, "DETR__NHEADS": 2}, "multiples of 4"),
     ],

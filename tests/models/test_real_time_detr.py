@@ -188,7 +188,7 @@ def test_points_per_level_are_those_of_one_number_where_they_agree():
     assert one.points == several.points == (3, 3)
     uneven = DeformableAttention(16, 2, 2, (1, 3), has_projections=False)
     assert uneven.sampling_offsets.out_features == 2 * 2 * 4 and not list(uneven.value_proj.parameters())
-    with pytest.raises(ValueError, match=r"levels and points to look at, got 2 levels and \(1, 2, 3\) points"):
+    with pytest.raises(ValueError, match=r"points for each, got 2 levels and \(1, 2, 3\) points"):
         DeformableAttention(16, 2, 2, (1, 2, 3))
 
 

@@ -64,7 +64,7 @@ def test_a_way_is_left_out_by_name(monkeypatch):
 
 def test_an_unknown_way_is_refused_with_the_known_ones(monkeypatch):
     monkeypatch.setenv(routes.SWITCH, "winogard")
-    with pytest.raises(ConfigError, match=r"CPVT_DET_WITHOUT names the unknown way 'winogard'; known: linear, pointwise, rows"):
+    with pytest.raises(ConfigError, match=r"CPVT_DET_WITHOUT names the unknown route 'winogard'; known: linear, pointwise, rows"):
         routes.is_on("rows")
 
 

@@ -168,7 +168,7 @@ def test_many_queries_of_denoising_are_looked_at_with_the_most_objects_of_the_ba
     require_memory(detector, [*with_objects(samples[:3], 2), *with_objects(samples[3:], 400)], 4)
     assert [len(target) for target in seen[0]] == [400]
     monkeypatch.setattr(memory_check, "kept_bytes", lambda *_: 10 * GB)
-    with pytest.raises(ConfigError, match=r"first step does not fit .*of which a smaller MODEL.QUERIES.DENOISING or HYBRID makes"):
+    with pytest.raises(ConfigError, match=r"first step does not fit .*a smaller MODEL.QUERIES.DENOISING or HYBRID makes"):
         require_memory(detector, [*with_objects(samples[:3], 2), *with_objects(samples[3:], 400)], 4)
     monkeypatch.setattr(memory, "available", lambda: 10**6)
     with pytest.raises(ConfigError, match="keep 40 GB") as refused:
@@ -220,7 +220,7 @@ def test_what_is_available_is_within_the_limits_of_all_groups(monkeypatch, tmp_p
     ("batch", "parts", "said"),
     [
         (4, 1, "the step of 4 images does not fit into the memory of the GPU .*; set SOLVER.ACCUMULATE 2, which"),
-        (4, 2, "set SOLVER.ACCUMULATE 4, which takes the step in 4 parts; a run that has begun goes on with --resume"),
+        (4, 2, "set SOLVER.ACCUMULATE 4, which takes the step in 4 parts; a run that has begun continues with --resume"),
         (
             2,
             2,

@@ -215,7 +215,7 @@ def test_a_split_that_is_not_there_is_refused(folders, tmp_path):
     inside = check_data(
         folders, tmp_path, DATASETS__REGISTER=[["train", str(folders / "train"), "red"], ["val", str(folders), "val"]]
     )
-    assert "has no folder of a class" in inside.output
+    assert "has no class folder" in inside.output
 
 
 def test_images_with_several_classes_are_refused(drawn_coco, tmp_path):
@@ -291,7 +291,7 @@ def test_links_bring_no_image_twice_and_none_of_another_class(tmp_path):
     assert read_image_folder(tmp_path, "train") == before
     image = next(first.glob("*.*"))
     (train / image.name).write_bytes(image.read_bytes())
-    notes = {"folders with images that are in no folder of a class, left out": [str(train)]}
+    notes = {"folders with images outside the class folders, left out": [str(train)]}
     assert read_image_folder(tmp_path, "train") == before | {"notes": notes}
 
 

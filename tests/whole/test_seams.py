@@ -192,7 +192,7 @@ def registered():
     ("losses", "error", "message"),
     [
         ([["area", 1.0]], UnknownNameError, r"unknown loss 'area'; known: class, ddf, fgl, giou, l1, l1_again"),
-        ([["l1", 1.0]], ConfigError, r"MODEL.CRITERION: the loss 'l1' is there already, with the weight 5"),
+        ([["l1", 1.0]], ConfigError, r"MODEL.CRITERION: the loss 'l1' exists already, with the weight 5"),
         (
             ["l1_again"],
             ConfigError,

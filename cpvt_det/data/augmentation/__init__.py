@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Augmentations that are chosen by name, after which boxes still match the pixels."""
+"""Augmentations that are chosen by name, and that move boxes along with the pixels."""
 
 from cpvt_det.data.augmentation import mixing, single  # noqa: F401, registers augmentations
 from cpvt_det.data.augmentation.contract import AUGMENTATION_REGISTRY, DrawScene, Scene

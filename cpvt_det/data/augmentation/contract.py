@@ -19,11 +19,11 @@ AUGMENTATION_REGISTRY = PartRegistry("AUGMENTATION", "augmentation", chosen=froz
 
 The builder's result is called as ``augment(image, boxes, labels)`` and returns these three, as :data:`Scene` describes them; the
 image may change in size. Boxes may reach beyond the image, and may be removed with their labels. Afterwards boxes are clipped,
-and removed if too little of them is left (:func:`cpvt_det.data.augmentation.step.clip_to_visible`). Do not change inputs in place.
+and removed if too little is left (:func:`cpvt_det.data.augmentation.step.clip_to_visible`). Do not change inputs in place.
 
-- An augmentation with the attribute ``mixes = True`` shows more than one image. It gets a fourth argument ``draw``, a
+- An augmentation with the attribute ``mixes = True`` combines images. It gets a fourth argument ``draw``, a
   :data:`DrawScene`, and is left out in the last ``INPUT.CLOSE_EPOCHS``.
-- A builder with a parameter ``min_visible`` gets ``INPUT.MIN_VISIBLE``, for boxes that it must clip itself.
+- A builder with a parameter ``min_visible`` gets ``INPUT.MIN_VISIBLE``, for boxes that its augmentation must clip itself.
 - Random numbers come from torch's global generator, ``random`` or ``numpy.random``, which are seeded for each image. Any other
   generator must be seeded from one of these at every call; otherwise a resumed run sees different images.
 """

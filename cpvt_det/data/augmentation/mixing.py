@@ -11,12 +11,12 @@ from cpvt_det.data.augmentation.contract import AUGMENTATION_REGISTRY, DrawScene
 from cpvt_det.data.augmentation.step import clip_to_visible
 
 THIN = 2
-"""Smallest side of a corner in pixels, because torch 2.14 fails to resize to 1 x 1. A canvas less
+"""Smallest side of a corner in pixels, because torch 2.14 fails to resize to 1 x 1. A canvas that is less
 than two such corners wide or high is left unchanged."""
 
 
 class Mixing:
-    """Base class that applies ``mix(scene, draw)`` of a subclass to a share of the images.
+    """Base class that applies its subclass's ``mix(scene, draw)`` to a share of the images.
 
     Args:
         p: probability that an image is mixed, in [0, 1].
@@ -40,11 +40,11 @@ class Mosaic(Mixing):
     Args:
         p: probability.
         center: range of the point where the four images meet, as fractions of the canvas's sides.
-        zoom: range of the magnification; at 1, a corner shows as much of its image as it can hold.
+        zoom: range of the magnification; at 1, a corner shows the largest window that its shape allows.
         min_visible: as in :func:`clip_to_visible`, for objects at the borders of windows.
 
     Raises:
-        ValueError: a centre outside of the canvas, or a magnification below 1.
+        ValueError: a centre outside the canvas, or a magnification below 1.
 
     Source: arXiv 2004.10934, section 3.3, which places windows differently.
     """
@@ -94,10 +94,10 @@ class MixUp(Mixing):
 
     Args:
         p: probability.
-        share: range of the first image's weight in pixels that both images cover.
+        share: range of the first image's weight, in those pixels that both images cover.
 
     Raises:
-        ValueError: shares outside of [0, 1].
+        ValueError: shares outside [0, 1].
 
     Source: arXiv 1902.04103, section 3.1; here objects have no weights, hence shares near a half.
     """

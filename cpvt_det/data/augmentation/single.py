@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """torchvision's augmentations of a single image, under torchvision's names.
 
-Left out are those after which boxes no longer match the pixels (``RandomErasing``; ``ElasticTransform``, which moves only corners),
-those that refuse boxes, and those with their own config keys: mirroring, resizing.
+They exclude those after which boxes no longer match the pixels (``RandomErasing``; ``ElasticTransform``, which moves only corners),
+those that refuse boxes, and those with config keys of their own: mirroring, resizing.
 """
 
 import functools
@@ -69,7 +69,7 @@ for _name in (*COLOURS, *PLACES, *GROUPS):
 
 @AUGMENTATION_REGISTRY.register_as("RandomIoUCrop")
 class RandomIoUCrop(v2.RandomIoUCrop):
-    """torchvision's SSD crop, changed so that it ends for every image, and removes boxes by the same rule as other augmentations.
+    """torchvision's SSD crop, changed to end for every image and to remove boxes by the same rule as other augmentations.
 
     torchvision's own version removes each box whose centre is outside the crop, however much of the object is still visible.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One entry of ``INPUT.AUGMENTATIONS``: an augmentation, the check of its result, and the choice of boxes to keep."""
+"""One entry of ``INPUT.AUGMENTATIONS``: an augmentation, the check of its result, and the removal of boxes."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -53,7 +53,7 @@ def as_scene(image: Tensor, boxes: Any, labels: Tensor) -> Scene:
 
 @contextlib.contextmanager
 def augmentation_errors(name: str, scene: Scene, where: str) -> Iterator[None]:
-    """Within this block, an augmentation's error names the augmentation and the image.
+    """Within this block, errors of an augmentation become errors that name it and the image.
 
     Args:
         name: name of the augmentation.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One or several COCO JSONs of a folder, with images anywhere in it -> one data set in COCO's sections."""
+"""Read one or several COCO JSONs of a folder, with images anywhere in it, as one data set in COCO's sections."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from cpvt_det.data.validation.rules import FAULT, category_fault
 
 
 def read_coco_files(listing: Listing, files: Sequence[Path]) -> Sections:
-    """Join COCO JSONs into one data set: classes are matched by name and keep the id of the first file; images may be anywhere.
+    """Join COCO JSONs into one data set. Classes are matched by name and keep the id from the first file; images may be anywhere.
 
     The ``split`` of an image is the one that the path of its JSON names.
 

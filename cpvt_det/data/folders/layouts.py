@@ -28,7 +28,7 @@ from cpvt_det.data.text import ends_of, read_xml
 Places = Mapping[str, tuple[str, str]]
 """Split -> the second and third entry of its triple in ``DATASETS.REGISTER``."""
 PREFERRED = ("train", "training", "trainval", "val", "valid", "validation", "dev", "test", "testing")
-"""Names of a format's own splits; of several names for one split, the first in this list is preferred."""
+"""Names that formats give their splits; of several names for one split, the first in this list is preferred."""
 NOT_BOXES = re.compile(r"caption|keypoint|panoptic|stuff|image_info")
 """Names of JSON files with annotations other than boxes, such as those in COCO's own folder."""
 HEAD = 1 << 20
@@ -42,7 +42,7 @@ class Layout:
     Attributes:
         format: name of the format: coco, yolo, voc, cvat, or one that the user registered.
         what: the files that are read, for the log.
-        places: files of the folder's own splits, ``train`` and at least one other, as a config can name them; may be empty.
+        places: files of the folder's own splits, ``train`` and at least one other, for a config to name; may be empty.
         read: function that reads all images at once.
         notes: remarks on what was found but is not read, one line each.
     """
@@ -129,12 +129,12 @@ def _registered(name: str, path: Path) -> Layout:
 
 
 def _can_be_used(splits: Mapping[str, object]) -> bool:
-    """Whether there are images to train on and others to validate on."""
+    """Whether there are images for training and others for validation."""
     return "train" in splits and ("val" in splits or "test" in splits)
 
 
 def _read_together(contents: Sequence[tuple[str, Sections]]) -> Sections:
-    """All splits of one data set joined, with the split of each image; an image in several splits is taken once."""
+    """All splits of a data set joined, with the split of each image; an image in several splits is taken once."""
     images: dict[str, dict[str, Any]] = {}
     annotations = []
     for split, content in contents:
@@ -228,19 +228,19 @@ FINDERS: dict[str, Callable[[Listing], Layout | None]] = {"coco": _coco, "yolo":
 
 
 def _contains(path: Path, *words: str) -> bool:
-    """Whether a file contains all of these words; for the ends of a large file, one of them and COCO's ``image_id`` suffice."""
+    """Whether a file contains all of these words; of a large file, only the ends are read: one word and ``image_id`` suffice."""
     ends, is_whole = ends_of(path, HEAD), path.stat().st_size <= 2 * HEAD
     return all(word in ends for word in words) if is_whole else any(word in ends for word in words) and '"image_id"' in ends
 
 
 def _nothing(listing: Listing) -> str:
-    """The message for a folder in which nothing is recognised: what was found and what is known."""
+    """The message for a folder in which nothing is recognised: what was found, and which formats are known."""
     known = (
         "a COCO JSON, YOLO's data.yaml or text files, Pascal VOC's XML files, CVAT's XML, or a format of your own (--import MODULE)"
     )
     images = f"{len(listing.images)} images" if listing.images else "no images"
     texts = Names(listing.images, listing).pair(listing.with_suffix(".txt"))
-    images += f" and {len(texts)} text files of their names, whose lines are not class cx cy w h: {few(texts)}," if texts else ""
+    images += f" and {len(texts)} text files of the same names, whose lines are not class cx cy w h: {few(texts)}," if texts else ""
     classes = "; for images in a folder of their class, train a classifier: --config-file quickstart/classifier.yaml"
     hint = classes if len({path.parent for path in listing.images}) > 1 else ""
     return f"{listing.root} has {images} and no annotations that are known; put {known} beside them{hint}"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A folder -> entries of ``DATASETS.REGISTER``. Nothing is written into the folder.
+"""From a folder to entries of ``DATASETS.REGISTER``. Nothing is written into the folder.
 
-A split that the folder's own files define is only named. One that is drawn, or follows from folder names, is written as COCO JSONs.
+A split that the folder's own files define is only named. One that is drawn or follows from folder names is written as COCO JSONs.
 """
 
 import os
@@ -136,7 +136,7 @@ def _parts(listing: Listing, content: Sections, new_split: bool, notes: list[str
 
 
 def _part(content: Sections, image_ids: set[int], folder: Path) -> Sections:
-    """Some images with their annotations, and annotations of images that do not exist, for the data check to report.
+    """The given images with their annotations, and annotations of images that do not exist, for the data check to report.
 
     Faulty values are replaced by a text that describes the fault, because JSON has neither NaN nor infinity.
     """
@@ -184,10 +184,10 @@ def _copies(train: Iterable[str], val: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def count_classes(datasets: Mapping[str, CocoDataset]) -> tuple[list[tuple], list[str]]:
-    """Boxes of each class in each data set.
+    """Count the boxes of each class in each data set.
 
     Returns:
-        Rows (class, boxes in each data set); and a message for each data set that lacks classes.
+        Rows (class, boxes in each data set), and a message for each data set that lacks classes.
     """
     names = next(iter(datasets.values())).classes.names
     labels = {split: data.records.boxes_to_learn()[2] for split, data in datasets.items()}

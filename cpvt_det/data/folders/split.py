@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One data set -> images to train on and images to validate on.
+"""Divide a data set into images for training and images for validation.
 
 The same images and seed give the same split on every machine. Near-duplicates, such as neighbouring frames of a film, stay
-together: otherwise validation would use images that training has almost seen. A long film is cut only if there are few other
+together; otherwise validation would use images that training has almost seen. A long film is cut only if there are few other
 images.
 """
 
@@ -31,8 +31,8 @@ def divide(content: Sections, root: Path, seed: int, notes: list[str]) -> dict[s
         notes: list to which remarks on the split are added, one line each.
 
     Returns:
-        ``train`` and ``val``, each with the ids of its images. Each class is in both, unless that would give ``val`` a group with
-        the last objects of some class, or a group that is larger than all of ``val`` should be.
+        ``train`` and ``val``, each with the ids of its images. Both have every class, unless ``val`` would then need a group with
+        the last objects of some class, or one that is larger than all of ``val`` should be.
 
     Raises:
         DataError: fewer than two images.
@@ -75,7 +75,7 @@ def _groups(images: Mapping[int, str], root: Path, seed: int) -> list[list[int]]
 
 
 def _choose(classes: Sequence[set[str]], sizes: Sequence[int], target: int) -> set[int]:
-    """Groups to validate on: one for each class, the rarest first, then others in their order, up to ``target`` images.
+    """Groups for validation: one for each class, the rarest first, then others in their order, up to ``target`` images.
 
     The last group with objects of a class stays in training, and so does a group that alone exceeds the target.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CVAT's own XML -> COCO's sections. Source: CVAT's manual, "CVAT for image"."""
+"""Read CVAT's own XML into COCO's sections. Source: CVAT's manual, "CVAT for image"."""
 
 import math
 import re
@@ -23,7 +23,7 @@ SHAPES: dict[str, tuple[Sequence[str], Callable[[Sequence[float], float], list[f
     "ellipse": (("cx", "cy", "rx", "ry"), lambda numbers, angle: around_ellipse(*numbers, angle)),
     "mask": (("left", "top", "width", "height"), lambda numbers, angle: list(numbers)),
 }
-"""CVAT shape -> the attributes with its numbers, and a function that makes COCO's box from these and an angle in radians."""
+"""CVAT shape -> the attributes with its numbers, and a function from these and an angle in radians to COCO's box."""
 
 
 def read_cvat_files(listing: Listing, trees: Mapping[Path, ET.Element]) -> Sections:
@@ -42,7 +42,7 @@ def read_cvat_files(listing: Listing, trees: Mapping[Path, ET.Element]) -> Secti
     names = Names(listing.images, listing)
     for path, tree in trees.items():
         if tree.find("track") is not None:
-            raise DataError(f'{path} is of a video ("CVAT for video"): export the task as "CVAT for images" or as COCO')
+            raise DataError(f'{path} describes a video ("CVAT for video"): export the task as "CVAT for images" or as COCO')
         labels |= {composed(label.text.strip()): None for label in tree.iterfind("meta//label/name") if label.text}
         for image in tree.iterfind("image"):
             images.append(names.entry(image.get("name", ""), path))

@@ -12,7 +12,7 @@ from cpvt_det.common.registry import PartRegistry
 Notes = Mapping[str, Iterable[object]]
 """Heading of a kind of correction -> the places where it was made."""
 Sections = dict[str, Any]
-"""COCO's ``images``, ``annotations`` and ``categories``; and :data:`Notes` as ``notes``."""
+"""COCO's ``images``, ``annotations`` and ``categories``, and :data:`Notes` as ``notes``."""
 
 
 @dataclass(frozen=True)
@@ -20,14 +20,14 @@ class DataFormat:
     """A format: how its data sets are recognised, and how they are read.
 
     Attributes:
-        matches: test whether a path, the second entry of a triple of ``DATASETS.REGISTER``, is a data set of this format.
-        read: reader of a path and a split, the third entry. Images need ``id`` and ``file_name``, annotations ``id``,
+        matches: function that tells whether a path, the second entry of a triple of ``DATASETS.REGISTER``, is in this format.
+        read: function that reads a path and a split, the third entry. Images need ``id`` and ``file_name``, annotations ``id``,
             ``image_id``, ``category_id`` and ``bbox`` (xywh in pixels) or ``relative_cxcywh`` (in [0, 1]), categories ``id`` and
             ``name``; sizes of images are optional. Faulty entries are passed on for the data check to report: either unchanged, or
             with ``rules.FAULT``, a heading and a text in the format's own terms. ``source`` of an annotation is its file and line.
-        splits: names of the splits of such a path, for ``cpvt-det train FOLDER``; empty for a path that is a single set, which is
-            read with the split "".
-        files: paths of all files that ``read`` reads or checks the existence of, images too, in a fixed order. If it is set, a
+        splits: function that lists the splits of a path, for ``cpvt-det train FOLDER``; a path without any is a single set, which
+            is read with the split "".
+        files: function that lists all files that ``read`` reads or looks for, including images, in a fixed order. With it, a
             data set of 10,000 files or more is cached in ``DATASETS.CACHE`` until one of them changes. ``None``: the data set is
             read at every start.
     """
@@ -41,7 +41,7 @@ class DataFormat:
 def make_sections(
     images: Iterable[dict[str, Any]], annotations: Iterable[dict[str, Any]], names: Mapping[int, str], *notes: Notes
 ) -> Sections:
-    """Sections whose images and annotations are numbered from 1 in their order; with all notes, each place once.
+    """Sections whose images and annotations are numbered from 1 in their order, with all notes, each place once.
 
     Args:
         images, annotations: entries; an entry that has an id keeps it.
@@ -60,7 +60,7 @@ def make_sections(
 
 
 FORMAT_REGISTRY = PartRegistry("FORMAT", "data format")
-"""Name -> :class:`DataFormat`; of several that match a path, the one registered last is taken."""
+"""Name -> :class:`DataFormat`. If several match a path, the one registered last is used."""
 
 
 def register_format(

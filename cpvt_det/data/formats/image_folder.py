@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A folder of images per class, ``root/train/CLASS/*.jpg``: the layout of ImageNet and of torchvision's ``ImageFolder``.
 
-Each image counts as one object of its class, which fills the image. Files in deeper folders belong to the class, too; a folder is
+Each image counts as one object of its class that fills the image. Files in deeper folders belong to the class, too; a folder is
 read only once, even if links lead to it again. Files with other suffixes, and names that start with a dot, are ignored.
 """
 
@@ -29,7 +29,7 @@ def read_image_folder(root: Path, split: str) -> Sections:
 
     Args:
         root: folder of the splits.
-        split: name of a folder in ``root``, whose folders are the classes; empty: the folders of ``root`` are the classes.
+        split: name of a folder in ``root`` whose subfolders are the classes; empty: the folders in ``root`` are the classes.
 
     Returns:
         The sections. Category ids count from 1 in alphabetical order over the classes of all splits, so that a split that lacks a
@@ -44,7 +44,7 @@ def read_image_folder(root: Path, split: str) -> Sections:
         raise DataError(f"{root} has no split {split!r}: there is no folder {place}; known: {known}")
     own = {folder.name for folder in _folders(place)}
     if not own:
-        raise DataError(f"{place} has no folder of a class; expected {place / 'CLASS'}/*.jpg")
+        raise DataError(f"{place} has no class folder; expected {place / 'CLASS'}/*.jpg")
     siblings = [{folder.name for folder in _folders(other)} for other in _folders(root)] if split else []
     names = sorted(own.union(*(other for other in siblings if other & own)))
     files = [(number, path) for number, name in enumerate(names, start=1) for path in _images(place / name)]
@@ -52,7 +52,7 @@ def read_image_folder(root: Path, split: str) -> Sections:
         {"image_id": image_id, "category_id": number, "relative_cxcywh": WHOLE, "source": path}
         for image_id, (number, path) in enumerate(files, start=1)
     ]
-    notes = {"folders with images that are in no folder of a class, left out": [place] if _has_image(place) else []}
+    notes = {"folders with images outside the class folders, left out": [place] if _has_image(place) else []}
     return make_sections(({"file_name": path} for _, path in files), annotations, dict(enumerate(names, start=1)), notes)
 
 

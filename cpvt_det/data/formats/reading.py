@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data sets in formats other than COCO JSON -> COCO's sections, which are then checked by the same rules.
+"""Read data sets in formats other than COCO JSON into COCO's sections, which are then checked by the same rules.
 
 Invalid entries are passed on unchanged; ``data/validation/rules.py`` reports them.
 """
@@ -39,7 +39,7 @@ def read_foreign(files: DatasetFiles) -> Sections:
 
 
 def complete(content: Sections) -> Sections:
-    """The same sections, completed by all image sizes, boxes in pixels, and notes."""
+    """The same sections, with all image sizes, boxes in pixels, and notes added."""
     content.setdefault("notes", {})
     _add_sizes(content["images"])
     _add_boxes(content)
@@ -70,7 +70,7 @@ def _add_boxes(content: Sections) -> None:
             continue
         if any(LARGEST_SHARE < abs(number) < math.inf for number in relative):
             why = f"{relative!r}; expected centre, width and height in [0, 1], not pixels"
-            annotation[FAULT] = ["boxes that are no shares of the image", why]
+            annotation[FAULT] = ["boxes that are not shares of the image", why]
         else:
             (cx, cy, w, h), (width, height) = relative, size_of[annotation["image_id"]]
             annotation["bbox"] = [(cx - w / 2) * width, (cy - h / 2) * height, w * width, h * height]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shapes that annotation tools draw -> the upright boxes around them, xywh in pixels."""
+"""The upright boxes around shapes that annotation tools draw, xywh in pixels."""
 
 import math
 from collections.abc import Sequence

@@ -36,7 +36,7 @@ def _lists(folder: Path) -> dict[str, Path]:
 
 
 def is_voc(path: Path) -> bool:
-    """Whether a path is a Pascal VOC folder: with XML files, or with ``Annotations/``."""
+    """Whether a path is a Pascal VOC folder, with XML files or with ``Annotations/``."""
     return path.is_dir() and (next(path.glob("*.xml"), None) is not None or (path / "Annotations").is_dir())
 
 
@@ -126,14 +126,14 @@ def _split(folder: Path, split: str, names: Names) -> list[Path]:
 
 
 def _listed(folder: Path, path: Path, line: str, names: Names) -> Path:
-    """The XML file for a line that has an image's name, perhaps in quotes and perhaps followed by VOC's 1, 0 or -1."""
+    """The XML file for a line that names an image, perhaps in quotes and perhaps followed by VOC's 1, 0 or -1."""
     whole = line[1:-1].strip() if line[:1] == line[-1:] == '"' else line
     for loosely in (False, True):
         for name in (whole, re.sub(r"\s+-?[01]$", "", whole).strip('"')):
             found = names.find(name, path, loosely)
             if found is not None:
                 return found
-    raise DataError(f"{path} contains {whole!r}, but no XML file below {folder} is called so")
+    raise DataError(f"{path} contains {whole!r}, but no XML file below {folder} has this name")
 
 
 def _box(element: ET.Element, first: int) -> dict[str, Any]:

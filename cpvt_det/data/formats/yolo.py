@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """YOLO's format: one text file of boxes per image, with or without a YAML file of class names and splits.
 
-A line of text is ``class cx cy w h``, or the polygon ``class x1 y1 x2 y2 x3 y3 ...``; all numbers but the class are relative to the
-image. If the YAML file has ``kpt_shape``, numbers for keypoints follow the box. Source: the format of Ultralytics and Roboflow.
+A line of text is ``class cx cy w h``, or the polygon ``class x1 y1 x2 y2 x3 y3 ...``; all numbers except the class are fractions
+of the image's sides. If the YAML file has ``kpt_shape``, numbers for keypoints follow the box. Source: Ultralytics and Roboflow.
 """
 
 import math
@@ -22,17 +22,17 @@ from cpvt_det.data.text import ends_of, numbered_lines, read_lines, read_text
 from cpvt_det.data.validation.rules import FAULT
 
 NAME_FILES = ("classes.txt", "obj.names", "labels.txt", "names.txt", "_darknet.labels")
-"""Files with one class name per line, in the order of the class numbers in text files; others end in ``.names``."""
+"""Files with one class name per line, in the order of the class numbers; so are files that end in ``.names``."""
 MOST_CLASSES = 10_000
 """Largest number of classes in a folder of text files without class names."""
 LINE = "class cx cy w h"
 KEYPOINTS = "keypoints need kpt_shape in data.yaml"
 CORNERS = (8, 10)
-"""Count of numbers in a polygon of four points, open or closed; tools write boxes, also rotated ones, as such polygons."""
+"""Count of numbers in a polygon of four points, open or closed; tools write boxes, even rotated ones, as such polygons."""
 LARGEST_CORNER = 1.5
-"""Largest coordinate of a polygon, as a fraction of the image's sides; a larger number may be a keypoint's visibility."""
+"""Largest coordinate of a polygon, as a fraction of the image's side; a larger number may be a keypoint's visibility."""
 AT_LEAST = 5
-"""Smallest number of lines whose equal lengths suggest that all of them hold keypoints."""
+"""Smallest number of lines at which equal lengths suggest that all lines hold keypoints."""
 
 
 def find_yolo(path: Path) -> Path | None:
@@ -71,7 +71,7 @@ class YoloFile:
 
     @property
     def missing(self) -> dict[str, str]:
-        """Each of ``train``, ``val`` and ``test`` that the file names -> what is missing; empty if all images exist."""
+        """Each split that the file names -> an error if its images do not exist, or an empty text."""
         found = {}
         for split in filter(self._written, SPLITS):
             try:
@@ -126,7 +126,7 @@ class YoloFile:
         return places
 
     def listing(self, places: Iterable[Path]) -> Listing:
-        """The files of the data set: below its folder, and in folders around images elsewhere."""
+        """The files of the data set: those below its folder, and those around images that are elsewhere."""
         others, real = [], self.root.resolve()
         folders = (place if place.is_dir() else place.parent for place in places)
         for place in (place for place in folders if real not in (place.resolve(), *place.resolve().parents)):
@@ -187,8 +187,8 @@ def label_files(listing: Listing) -> list[Path]:
 def read_label_files(listing: Listing) -> Sections:
     """Read YOLO's text files without a YAML file.
 
-    An image without a text file has no objects. Ids and classes are as in :func:`read_yolo`; if no file has class names, classes
-    are called by their numbers.
+    An image without a text file has no objects. Ids and classes are as in :func:`read_yolo`; if no file has class names, the
+    numbers serve as names.
 
     Raises:
         DataError: a file that cannot be read; files with different class names.
@@ -213,14 +213,13 @@ def _is_like_labels(path: Path, strictly: bool) -> bool:
 def _sections(
     images: list[dict[str, Any]], names: Names, split: str, keypoints: int | None, classes: Mapping[int, str] | None
 ) -> Sections:
-    """COCO's sections for the images of a split, or for all images if it is empty; ``names`` finds their text files.
+    """COCO's sections for the images of a split, or for all images if ``split`` is empty; ``names`` finds their text files.
 
-    ``keypoints`` is the count of numbers after a box, ``None`` if unknown. If ``classes`` is ``None``, classes are called by their
-    numbers.
+    ``keypoints`` is the count of numbers after a box, ``None`` if unknown. If ``classes`` is ``None``, numbers serve as names.
     """
     texts = _texts(names.listing)
     label_of = {str(image): label for label, image in names.pair(texts).items()}
-    ours = (split, "") if split == "train" else (split,)  # files outside of all splits are reported once
+    ours = (split, "") if split == "train" else (split,)  # files outside all splits are reported once
     orphans, unreadable = (
         [path for path in paths if not split or names.listing.split_of(path) in ours]
         for paths in (sorted(set(texts) - set(label_of.values())), names.listing.unreadable)
@@ -252,7 +251,7 @@ def _sections(
 
 
 def _parse(line: str, keypoints: int) -> dict[str, Any]:
-    """Class and box of a line, or its fault; for an ambiguous line also its ``count`` of numbers and the first six ``numbers``."""
+    """Class and box of a line, or its fault; for an ambiguous line also the ``count`` of numbers and the first six ``numbers``."""
     said, number, *numbers = repr(line[:100]), *_numbers(line)
     if not all(map(math.isfinite, (number, *numbers))):
         return _fault("lines that are not numbers", f"{said}; expected {LINE}")
@@ -276,7 +275,7 @@ def _parse(line: str, keypoints: int) -> dict[str, Any]:
 
 
 def _numbers(line: str) -> list[float]:
-    """The numbers of a line, or a single NaN if it has anything else. Commas separate numbers, or are decimal commas."""
+    """The numbers of a line, or a single NaN if it has anything else. A comma is a separator or a decimal comma."""
     words = re.split(r"[\s,;]+", line) if "." in line else line.replace(",", ".").split()
     try:
         return [float(word) for word in words if word]
@@ -291,9 +290,9 @@ def _fault(heading: str, detail: str) -> dict[str, Any]:
 def _settle(annotations: Sequence[dict[str, Any]], is_known: bool) -> dict[str, list[str]]:
     """Decide what ambiguous lines mean; returns notes.
 
-    A box may be followed by a confidence, and then by a track, which is a whole number. Lines are read this way if their first four
+    A box may be followed by a confidence, and then by a track, which is a whole number. Lines are read so if their first four
     numbers are always a box inside the image, but the four from the second number on are not. Polygons in a data set differ in
-    their number of points, unlike lists of keypoints; this is checked unless the number of keypoints ``is_known``. Lines
+    their number of points, and lists of keypoints do not; this is checked unless the number of keypoints ``is_known``. Lines
     that remain unclear become faults.
     """
     notes = {}
@@ -362,7 +361,7 @@ def _listed_names(listing: Listing) -> list[str]:
 
 
 def _ends(place: str) -> list[Path]:
-    """Paths that a path may stand for in the folder of its file: Roboflow writes ``../train/images`` for ``train/images``, and
+    """What a written path may mean in the folder of its file: Roboflow writes ``../train/images`` for ``train/images``, and
     ``/home/me/cats/train/images`` of another machine is ``cats/train/images`` or ``train/images``, but not just any ``images``."""
     words = place.replace("\\", "/").split("/")
     parts = [word for word in words if word not in ("", ".", "..")]

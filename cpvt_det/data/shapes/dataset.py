@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shapes data set: drawn, seeded, in COCO format, so that a detector can be trained without a download.
+"""The shapes data set, drawn from a seed in COCO format, so that a detector can be trained without a download.
 
 This step comes before the data pipeline: it writes the files that ``data/coco.py`` reads. Every image depends only on
 ``default_rng([seed, split, image])``, so neither the number of processes nor the number of images changes it.
@@ -53,7 +53,7 @@ def draw_dataset(
 
     Raises:
         ValueError: a number out of range.
-        DataError: the folder contains other data, this data set with other parameters, or only a part of it.
+        DataError: the folder contains other data, this data set with other parameters, or only part of it.
     """
     if min(num_train, num_val, num_processes or 1) < 1 or seed < 0:
         raise ValueError(f"images and processes must be at least 1, the seed 0: {num_train}, {num_val}, {num_processes}, {seed}")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One image of the shapes data set: planned as a scene, then painted.
+"""Plan one image of the shapes data set as a scene, then paint it.
 
-Two classes, ``hourglass`` and ``bowtie``, are the same glyph, one of them turned by 90 degrees: they differ only in orientation.
-Apart from their jitter, mirroring changes no shape, so a flipped image keeps its labels.
+The classes ``hourglass`` and ``bowtie`` are the same glyph, turned by 90 degrees: they differ only in orientation. Apart from
+jitter, mirroring changes no shape, so a flipped image keeps its labels.
 """
 
 import math
@@ -15,7 +15,7 @@ from PIL import Image, ImageDraw
 from cpvt_det.common.errors import ConfigError
 
 CUT_SHARE = 0.4  # share of objects that may extend beyond the border
-OVERHANG = 0.4  # largest part of a side that is beyond the border
+OVERHANG = 0.4  # largest part of a side that may be beyond the border
 MAX_TURN = math.radians(12)
 MAX_LOG_ASPECT = 0.2  # a square remains recognisable: sides differ by 1.22 to 1 at most
 MIN_CONTRAST = 100.0  # colour distance between an object and its surroundings, of 255 per channel
@@ -56,8 +56,8 @@ class ShapesSpec:
         max_objects: largest number of objects per image; the smallest is 0.
         max_overlap: largest share of a box that other boxes may cover in total.
         min_visible: smallest share of an object's area inside the image; at 0.5, an hourglass could look like a triangle.
-        scale: factor for both pixel ranges; one seed draws the same scenes at every scale.
-        aspect: width over height of every image, which has the area of a square with a side from ``image_sides``; ``None``: sides
+        scale: factor for both pixel ranges; a seed draws the same scenes at every scale.
+        aspect: width over height of every image; its area is that of a square with a side from ``image_sides``. ``None``: sides
             are drawn independently.
 
     Raises:
@@ -115,7 +115,7 @@ class Shape:
 
 @dataclass
 class Backdrop:
-    """A background: a colour with a gradient over the image, and a texture in one tint, made of noise at two sizes and a wave."""
+    """A background: a colour gradient over the image, and a texture in one tint, made of noise at two sizes and a wave."""
 
     base: np.ndarray  # (3,)
     slope: np.ndarray  # (2, 3), from border to border along x and y
@@ -266,7 +266,7 @@ def _clip_path(path: np.ndarray, width: int, height: int) -> np.ndarray:
 
 
 def _one_polygon(paths: Sequence[np.ndarray], width: int, height: int) -> np.ndarray:
-    """The part of an outline inside the image, without its holes: a cut, along which the polygon runs twice, leads to each hole."""
+    """The part of an outline inside the image, without its holes; a cut, along which the polygon runs twice, leads to each hole."""
     outline, *holes = (_clip_path(path, width, height) for path in paths)
     for hole in holes:
         if len(hole):
@@ -281,7 +281,7 @@ def _area(paths: Sequence[np.ndarray]) -> float:
 
 
 def _leaves_room(shape: Shape, others: Sequence[Shape], max_overlap: float) -> bool:
-    """Whether the other boxes together cover no box by more than ``max_overlap`` of its area."""
+    """Whether no box has more than ``max_overlap`` of its area covered by the others together."""
     boxes = np.array([other.box for other in others] + [shape.box])
     overlaps = np.minimum(boxes[:, None, 2:], boxes[:, 2:]) - np.maximum(boxes[:, None, :2], boxes[:, :2])
     shared = np.prod(np.maximum(overlaps, 0), axis=2)  # (G, G), the areas themselves on the diagonal

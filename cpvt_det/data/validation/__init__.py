@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is checked of data before it is used, and what is reported."""
+"""Checks of data before it is used, and reports of what they find."""

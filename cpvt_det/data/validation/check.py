@@ -25,13 +25,13 @@ from cpvt_det.data.validation.issues import EXAMPLES, Issues, Looked
 from cpvt_det.data.validation.rules import Fault
 
 PATIENCE = 30.0
-"""Seconds, in total, to wait for a data set whose mount or server does not answer."""
+"""Total seconds to wait for a data set whose mount or server does not answer."""
 NOT_TRIED = f"not tried, as no image could be read for {PATIENCE:.0f} seconds"
 AT_ONCE = 4096  # images that wait for a thread
 
 
 class NotTriedError(UnreachableError):
-    """An image that was not tried, because for some time no other image could be read."""
+    """An image that was not read, because no other image could be read for some time."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ class CheckedData:
     """The data sets of a run, without the images and boxes that have faults.
 
     Attributes:
-        train, tests: data sets in the order of the config; a data set that cannot be read is missing.
+        train, tests: data sets in the order of the config, except those that cannot be read.
         issues: issues of every data set, and of all data sets together.
     """
 
@@ -60,7 +60,7 @@ def look_at_images(records: Records, decode: bool, examples: float, part: range 
         records: records of a data set.
         decode: whether to decode every image, not only those that seem cut off.
         examples: largest number of examples stored for each kind of issue.
-        part: indices of the records to look at; ``None`` for all. Only a part with the first record has a progress bar.
+        part: indices of the records to check; ``None`` for all. Only the part with the first record has a progress bar.
     """
     part = range(len(records)) if part is None else part
     looked = Looked(Issues("", examples))
@@ -82,7 +82,7 @@ def look_at_images(records: Records, decode: bool, examples: float, part: range 
 
 
 def look_at_files(paths: Iterable[str], number: int, decode: bool = False, quiet: bool = False) -> Iterator[Seen]:
-    """The header or error of each path; a :class:`NotTriedError` if no image could be read for a time.
+    """The header or error of each path; a :class:`NotTriedError` once no image could be read for some time.
 
     Args:
         paths: paths of images.
@@ -113,7 +113,7 @@ def check_data(
         train, tests: files of each data set; a data set may be in both.
         decode: whether to decode every image, which also finds damage behind the header.
         examples: largest number of examples stored for each kind of issue.
-        look: function that looks at the image files of a data set; with several processes, each looks at a part of the files.
+        look: function that checks the image files of a data set; with several processes, each checks a part of the files.
         cache: folder that caches large data sets; ``None``: no cache.
     """
     together = Issues("", examples)
@@ -170,7 +170,7 @@ def _note_conversions(where: str, path: str, header: ImageHeader, issues: Issues
 
 
 def _compare(data: CheckedData, together: Issues) -> None:
-    """Check data sets against each other: equal classes, and an object in every split."""
+    """Check that all data sets have the same classes, and that every split has an object."""
     for split in [data.train, *([test] for test in data.tests)]:
         if split and not any(dataset.records.num_boxes.any() for dataset in split):
             names = ", ".join(dataset.name for dataset in split)

@@ -2,8 +2,8 @@
 """Images that are nearly the same: copies, other sizes or compressions of one image, neighbouring frames of a film.
 
 Each image becomes a thumbnail of 24 x 24 grey values, minus their mean and divided by their norm. The product of two thumbnails is
-the correlation of their pixels, so brightness and contrast do not matter. No list of pairs is made, because for a film it grows
-with the square of the number of frames.
+the correlation of their pixels, so brightness and contrast do not matter. No list of pairs is made, because for a film it would
+grow with the square of the number of frames.
 """
 
 import sys
@@ -17,11 +17,11 @@ from cpvt_det.data.images import file_threads, open_image
 
 SIDE = 24
 ALIKE = 0.95
-"""Correlation from which two images are near-duplicates."""
+"""Smallest correlation of near-duplicates."""
 FLAT = 1.0
 """Standard deviation, in grey values, below which a thumbnail is too uniform to be compared."""
 CHUNK = 256
-"""Number of images that are compared with all others at once."""
+"""Number of images that are compared with all others at a time."""
 
 
 def near_duplicates(first: Sequence[str], second: Sequence[str]) -> dict[int, tuple[int, int]]:
@@ -64,7 +64,7 @@ def group_near_duplicates(paths: Sequence[str]) -> list[int]:
 
 
 def _thumbnails(paths: Sequence[str]) -> np.ndarray:
-    """(n, SIDE * SIDE) float32, of norm 1; zeros for an image that cannot be compared."""
+    """(n, SIDE * SIDE) float32 rows of norm 1; zeros for an image that cannot be compared."""
     with file_threads() as pool:
         found = pool.map(_thumbnail, paths)
         bar = tqdm(found, "comparing images", len(paths), leave=False, unit="img", mininterval=0.5, delay=1.0, file=sys.stderr)

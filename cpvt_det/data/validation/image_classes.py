@@ -12,7 +12,7 @@ WITHOUT = "classes without an image"
 
 
 class ClassDataset(CocoDataset):
-    """A data set whose images have one class each, the first label of their records."""
+    """A data set whose images each have one class, the first label of the record."""
 
     def describe(self) -> str:
         """A summary in one line, for the log."""
@@ -21,7 +21,7 @@ class ClassDataset(CocoDataset):
 
 
 def check_image_classes(data: CheckedData) -> CheckedData:
-    """Check data sets that were read; an image without exactly one class is left out.
+    """Check data sets, and leave out images that do not have exactly one class.
 
     Args:
         data: data sets of any format; several boxes of one class count as one class.

@@ -9,7 +9,7 @@ from typing import Any
 from cpvt_det.common.errors import DataError, DataFaultsError
 
 EXAMPLES = 20
-"""Number of examples stored for each kind of issue; further ones are only counted, unless all are requested."""
+"""Number of examples stored for each kind of issue; others are only counted, unless all are requested."""
 POLICIES = ("error", "drop")
 """Values of ``DATASETS.ON_BAD``."""
 
@@ -35,13 +35,13 @@ class Issues:
     """Issues of one source.
 
     Args:
-        source: name of the source, such as a data set with its JSON; empty where each issue names its own.
+        source: name of the source, such as a data set with its JSON; empty if each issue names its own.
         examples: largest number of examples stored for each kind of issue, infinity for all.
 
     Attributes:
         errors: issues that always stop a run.
         faults: images and boxes that ``DATASETS.ON_BAD drop`` leaves out; otherwise they stop a run.
-        infos: issues that a rule always corrects; they are counted and never stop a run.
+        infos: issues that a rule always corrects; they are counted, but never stop a run.
     """
 
     def __init__(self, source: str = "", examples: float = EXAMPLES):
@@ -64,7 +64,7 @@ class Issues:
         self._add(self.infos, heading, where)
 
     def count_info(self, heading: str, number: int) -> None:
-        """Add to the number of issues of a kind that already has its examples."""
+        """Add to the count of a kind of issue that already has its examples."""
         self.infos.setdefault(heading, Group()).count += number
 
     def _add(self, groups: Groups, heading: str, where: str) -> None:
@@ -105,7 +105,7 @@ class Issues:
         return {heading: group.count for groups in (self.errors, self.faults, self.infos) for heading, group in groups.items()}
 
     def lines(self, *parts: Groups) -> list[str]:
-        """Lines with the source, headings and examples of some of the three attributes; no lines if these are empty."""
+        """Lines with the source, headings and examples of the given groups; no lines if these are empty."""
         lines = [f"{self.source}:"] if self.source and any(parts) else []
         for heading, group in (item for groups in parts for item in groups.items()):
             lines += [f"  {heading}: {group.count}", *(f"    {example}" for example in group.examples)]
@@ -115,12 +115,12 @@ class Issues:
 
 @dataclass
 class Looked:
-    """The result of looking at many image files of a data set; images without issues leave nothing in it.
+    """The result of checking many image files of a data set; images without issues leave no trace in it.
 
     Attributes:
         issues: issues that were found.
         faulty: ids of the images that must be left out.
-        may_pass: whether another look may have a different result even if no file changes.
+        may_pass: whether another check may have a different result even if no file changes.
     """
 
     issues: Issues

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules for entries of COCO JSON: which entries are faults, and which part of a box counts.
+"""The rules for entries of COCO JSON: which entries are faulty, and which part of a box counts.
 
 A fault is a pair of heading and detail. Training and evaluation leave out the same boxes: those without area or outside their
 image. Boxes partly outside are clipped in both.
@@ -17,7 +17,7 @@ Size = tuple[float, float]
 """(height, width) in pixels."""
 
 FAULT = "fault of cpvt_det"
-"""Key by which a reader marks an entry as faulty; its value is heading and detail in the terms of the format."""
+"""Key by which a reader marks an entry as faulty; the value is a heading and a detail in the terms of the format."""
 WITHOUT_AREA = "boxes without area, left out"
 OUTSIDE = "boxes outside the image, left out"
 CLIPPED = "boxes partly outside the image, clipped"
@@ -27,7 +27,7 @@ LARGEST_NUMBER = 1e15
 LARGEST_AREA = 1e10  # square pixels; COCO's evaluation ignores larger objects, and those of negative area
 LARGEST_SIDE = 10**6  # pixels
 LARGEST_SHARE = 2.0
-"""Largest number in a relative box, in widths or heights of the image; the box may reach beyond the image."""
+"""Largest number in a relative box, as a multiple of the image's width or height; a box may reach beyond the image."""
 SMALL = 0.1  # pixels; a smaller side may become 0 in the float32 of the records
 
 
@@ -100,7 +100,7 @@ def clip_box(box: list[float], size: Size) -> tuple[list[float] | None, str | No
         size: (height, width) of the image in pixels.
 
     Returns:
-        The box, its part inside the image, or ``None``; and, unless it is the whole box, the reason: ``WITHOUT_AREA``,
+        The box, its part inside the image, or ``None``; and, except for a whole box, the reason: ``WITHOUT_AREA``,
         ``OUTSIDE`` or ``CLIPPED``.
     """
     x, y, w, h = box
@@ -116,7 +116,7 @@ def clip_box(box: list[float], size: Size) -> tuple[list[float] | None, str | No
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a finite number in the range of pixels."""
+    """Whether a value is a finite number of plausible size."""
     return isinstance(value, (int, float)) and -LARGEST_NUMBER < value < LARGEST_NUMBER
 
 
