@@ -144,7 +144,7 @@ def test_a_detector_s_trunk_is_the_weights_of_another_s(tmp_path):
         ({}, {"DEPTH": 3}, r"only the network has encoder.layers.2"),
         ({"embed_dim": 96}, {}, r"is \(1, 96\), not \(1, 192\)"),
         ({"distilled": True}, {}, r"special_tokens is \(2, 192\), not \(1, 192\)"),
-        ({"class_token": False, "global_pool": "avg"}, {}, "no weights of DeiT: they have no cls_token"),
+        ({"class_token": False, "global_pool": "avg"}, {}, "not weights of DeiT: they have no cls_token"),
     ],
 )
 def test_weights_of_another_model_are_refused(model, more, message, tmp_path):
