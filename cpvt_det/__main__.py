@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m cpvt_det``, for ``torchrun -m cpvt_det``."""
+"""Entry point for ``python -m cpvt_det`` and ``torchrun -m cpvt_det``."""
 
 from cpvt_det.cli import main
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every config key and its default, once. Names and meanings are detectron2's where detectron2 has the key."""
+"""All config keys and their defaults. Keys that detectron2 also has keep their name and meaning."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,23 +13,23 @@ from cpvt_det.common import defaults
 from cpvt_det.common.errors import ConfigError, UnknownNameError, first_line
 
 LARGEST_CONFIG = 100_000
-"""The most keys and values that a config file may have; ours have about 150."""
+"""Largest number of keys and values that a config file may have; the files of this package have about 150."""
 LISTS_OF_NAMES = ("DATASETS.TRAIN", "DATASETS.TEST", "CALLBACKS")
-"""Keys that take a single name without brackets."""
+"""Keys for lists of names that also accept a single name without brackets."""
 
 
 def get_cfg() -> CfgNode:
-    """A new config with the defaults: DETR-R50 with PEG, the paper's 50-epoch recipe.
+    """Create a config with the defaults: DETR-R50 with PEG, trained by the paper's 50-epoch recipe.
 
     Returns:
-        fvcore's ``CfgNode``; ``cfg.merge_from_file(path)`` reads YAML with ``_BASE_``, safely.
+        fvcore's ``CfgNode``; ``cfg.merge_from_file(path)`` safely reads YAML with ``_BASE_``.
     """
     cfg = CfgNode()
     cfg.VERSION = 2  # version of the config format, as in detectron2
     cfg.OUTPUT_DIR = "./output"  # folder for all files that a run writes; only one run may use it at a time
     cfg.TASK = "detection"  # what to train and measure: detection, classification, or a registered task of your own
     cfg.TASK_OPTIONS = CfgNode(new_allowed=True)  # options of a task of your own
-    cfg.CALLBACKS = []  # observers of a training run: wandb, mlflow or your own; names, or [name, {option: value}]
+    cfg.CALLBACKS = []  # callbacks of a training run: wandb, mlflow or your own; each a name or [name, {option: value}]
     cfg.SEED = -1  # seed of weights, data order and augmentation; negative: a random seed per run, which is logged
     _add_model(cfg)
     _add_data(cfg)
@@ -38,18 +38,18 @@ def get_cfg() -> CfgNode:
     cfg.TEST.EVAL_PERIOD = 0  # iterations between evaluations; 0: evaluate only at the end
     cfg.TEST.EVAL_EPOCHS = 0.0  # epochs between evaluations; if this and SOLVER.EPOCHS are above 0, it replaces EVAL_PERIOD
     cfg.TEST.IMS_PER_BATCH = 1  # evaluation batch size over all processes; every process takes at least one image
-    cfg.TEST.DETECTIONS_PER_IMAGE = 100  # largest number of detections per image; at least the largest number of objects
-    cfg.TEST.NMS = 1.0  # if two detections of a class exceed this IoU, the worse one gets score 0; 1: no NMS
-    cfg.TEST.EVALUATOR = "faster_coco_eval"  # faster_coco_eval, or pycocotools, the reference
-    cfg.TEST.BEST_FIGURE = ""  # figure that selects the best checkpoint, such as AP50 or AP-cat; empty: the task's main one, AP
+    cfg.TEST.DETECTIONS_PER_IMAGE = 100  # largest number of detections per image; should not be below the largest number of objects
+    cfg.TEST.NMS = 1.0  # if the IoU of two detections of a class exceeds this, the worse one gets score 0; 1: no NMS
+    cfg.TEST.EVALUATOR = "faster_coco_eval"  # faster_coco_eval, or pycocotools, the reference implementation
+    cfg.TEST.BEST_FIGURE = ""  # metric that selects the best checkpoint, such as AP50 or AP-cat; empty: the main one, such as AP
     cfg.TEST.TILES = CfgNode()
-    cfg.TEST.TILES.SIZE = 0  # side in pixels, at least 32, of the tiles that larger images are cut into; 0: no tiles
-    cfg.TEST.TILES.OVERLAP = 0.2  # smallest overlap of neighbours, as a share of a tile's side; at least the size of small objects
-    cfg.TEST.TILES.MERGE = "ios"  # merge by intersection over union (nms) or, for cut objects, over the smaller box (ios)
-    cfg.TEST.TILES.WHOLE = True  # True: detect in the whole image too, for objects that are larger than a tile
-    cfg.TEST.PICTURES = 8  # number of images drawn next to their ground truth after the last evaluation
-    cfg.TEST.PICTURE_THRESHOLD = None  # lowest score to draw and count in the report; None: the stored threshold with the best F1
-    cfg.TEST.REPORT = False  # True: after the last evaluation write curves, confusion matrix, thresholds, worst images to report/
+    cfg.TEST.TILES.SIZE = 0  # side of the tiles into which larger images are cut, in pixels, at least 32; 0: no tiles
+    cfg.TEST.TILES.OVERLAP = 0.2  # smallest overlap of neighbouring tiles, as a share of their side; should cover small objects
+    cfg.TEST.TILES.MERGE = "ios"  # merge by intersection over union (nms) or over the smaller box (ios), which suits cut objects
+    cfg.TEST.TILES.WHOLE = True  # True: also detect in the whole image, to find objects larger than a tile
+    cfg.TEST.PICTURES = 8  # number of images whose detections are drawn next to the ground truth after the last evaluation
+    cfg.TEST.PICTURE_THRESHOLD = None  # lowest score of detections to draw and report; None: the stored threshold with the best F1
+    cfg.TEST.REPORT = False  # True: write curves, confusion matrix, thresholds and worst images to report/ after last evaluation
     return cfg
 
 
@@ -60,8 +60,8 @@ def _add_model(cfg: CfgNode) -> None:
     model.WEIGHTS_SHA256 = ""  # expected hash of the file that training starts from; empty: any file
     model.WEIGHTS = ""  # checkpoint to start from; class heads are matched by class name, new classes get random weights
     model.FREEZE = []  # parts that are not trained: backbone, encoder, decoder, position, transformer.encoder.layers.0, ...
-    model.CHECKPOINTING = False  # True: compute backbone and encoder twice per step, which takes about half the memory
-    model.NUM_CLASSES = 0  # number of classes; 0: read it from the training data; else it must match the data
+    model.CHECKPOINTING = False  # True: compute backbone and encoder again in the backward pass, which about halves the memory
+    model.NUM_CLASSES = 0  # number of classes, which must match the data; 0: read it from the training data
     model.PIXEL_MEAN = list(defaults.PIXEL_MEAN)  # mean of R, G and B, 0 to 255; timm backbones replace the default with their own
     model.PIXEL_STD = list(defaults.PIXEL_STD)  # the model gets (pixels - PIXEL_MEAN) / PIXEL_STD; timm: as for PIXEL_MEAN
 
@@ -76,7 +76,7 @@ def _add_model(cfg: CfgNode) -> None:
     model.CLASSIFIER.POOL = ""  # input of the head: token (class token) or mean; empty: token where there is one, else mean
     model.CLASSIFIER.SMOOTHING = 0.0  # label smoothing: share of the label that is spread over all classes
     model.CLASSIFIER.TEACHER = ""  # classifier to learn from: a checkpoint of ours, or timm/<name>; empty: none
-    model.CLASSIFIER.TEACHER_WEIGHTS = ""  # timm teacher: a file with timm's names, or DEFAULT (timm's own); classes in our order
+    model.CLASSIFIER.TEACHER_WEIGHTS = ""  # timm teacher: file with timm's names, or DEFAULT (timm's); class order as in the data
 
 
 def _add_features(model: CfgNode) -> None:
@@ -85,15 +85,15 @@ def _add_features(model: CfgNode) -> None:
     model.BACKBONE.WEIGHTS = ""  # a name (torchvision: IMAGENET1K_V1, DEFAULT; timm: pip, DEFAULT) or a file; empty: random
     model.BACKBONE.NORM = "FrozenBN"  # FrozenBN with pretrained weights; BN, SyncBN or GN (not for timm) to train from scratch
     model.BACKBONE.WIDTH = 64  # channels of the stem; all stages scale with it; pretrained weights exist for 64 only
-    model.BACKBONE.STAGES = (5,)  # stages, 2 to 5, whose feature maps, of strides 4 to 32, are used; DETR uses one
+    model.BACKBONE.STAGES = (5,)  # stages whose feature maps are used, from 2 to 5 (strides 4 to 32); DETR uses one
     model.BACKBONE.DC5 = False  # True: stage 5 is dilated and keeps the stride of stage 4
-    model.BACKBONE.FREEZE_AT = 2  # last stage that keeps its pretrained weights (is frozen); 1 is the stem, 0 trains all stages
-    model.BACKBONE.MASK_PADDING = True  # True: keep padding zero in all maps; False: it leaks in, as in the official code's batches
+    model.BACKBONE.FREEZE_AT = 2  # last frozen stage (frozen stages keep their pretrained weights); 1: the stem, 0: none frozen
+    model.BACKBONE.MASK_PADDING = True  # True: keep padding zero in all maps; False: it affects features, as in the official code
     model.BACKBONE.POSITION = CfgNode(new_allowed=True)  # deit, cpvt, tnt: encoding of the patches
-    model.BACKBONE.POSITION.NAME = ""  # deit, cpvt, tnt: as MODEL.POSITION; empty: default (table, for cpvt peg_plain)
+    model.BACKBONE.POSITION.NAME = ""  # deit, cpvt, tnt: as in MODEL.POSITION; empty: default (peg_plain for cpvt, else table)
 
     model.NECK = CfgNode(new_allowed=True)
-    model.NECK.NAME = ""  # neck; empty: the detector's own: projection, multi_level (Deformable-DETR) or normed (real-time)
+    model.NECK.NAME = ""  # empty: the detector's own, projection (DETR), multi_level (Deformable-DETR) or normed (real-time)
 
     model.POSITION = CfgNode(new_allowed=True)
     model.POSITION.NAME = "peg"  # none, sine, sine_offset, sine_grid, learned, table, relative, rope, rope_mixed, peg, <one>+<PEG>
@@ -116,7 +116,7 @@ def _add_transformer(model: CfgNode) -> None:
 def _add_criterion(model: CfgNode) -> None:
     model.CRITERION = CfgNode()
     model.CRITERION.CLASSIFICATION = CfgNode(new_allowed=True)
-    model.CRITERION.CLASSIFICATION.NAME = "softmax"  # softmax, focal; or mal, varifocal, ia_bce, which learn how well a box fits
+    model.CRITERION.CLASSIFICATION.NAME = "softmax"  # softmax, focal; mal, varifocal, ia_bce, which also learn how well a box fits
     model.CRITERION.CLASS_WEIGHT = defaults.CLASS_WEIGHT  # weight of loss_class in the total loss; 0 leaves it out
     model.CRITERION.L1_WEIGHT = defaults.L1_WEIGHT  # weight of loss_l1 in the total loss; 0 leaves it out
     model.CRITERION.GIOU_WEIGHT = defaults.GIOU_WEIGHT  # weight of loss_giou in the total loss; 0 leaves it out
@@ -124,51 +124,51 @@ def _add_criterion(model: CfgNode) -> None:
     model.CRITERION.CLASS_COST = defaults.CLASS_WEIGHT  # weight of the class cost in the matching
     model.CRITERION.L1_COST = defaults.L1_WEIGHT  # weight of the L1 cost of the boxes in the matching
     model.CRITERION.GIOU_COST = defaults.GIOU_WEIGHT  # weight of the GIoU cost in the matching
-    model.CRITERION.PROPOSAL_MATCHES = 1  # two-stage: proposals matched with each object; more than 1, as in H-DETR, trains faster
-    model.CRITERION.HYBRID_MATCHES = defaults.HYBRID_MATCHES  # queries of MODEL.QUERIES.HYBRID matched with each object
+    model.CRITERION.PROPOSAL_MATCHES = 1  # two-stage: number of proposals matched with each object; above 1 (H-DETR) trains faster
+    model.CRITERION.HYBRID_MATCHES = defaults.HYBRID_MATCHES  # number of queries of MODEL.QUERIES.HYBRID matched per object
     model.CRITERION.MANY_MATCHES = defaults.MANY_MATCHES  # mixed supervision: largest number of queries matched with each object
-    model.CRITERION.MANY_THRESHOLD = defaults.MANY_THRESHOLD  # mixed supervision: lowest score, of overlap and class, of a match
+    model.CRITERION.MANY_THRESHOLD = defaults.MANY_THRESHOLD  # mixed supervision: lowest score (from overlap and class) of a match
     model.CRITERION.MANY_CLASS_WEIGHT = defaults.MANY_CLASS_WEIGHT  # mixed supervision: weight of its class loss
 
 
 def _add_data(cfg: CfgNode) -> None:
     cfg.INPUT = CfgNode()
     cfg.INPUT.FORMAT = "RGB"  # order of the colour channels; our loader reads only RGB
-    cfg.INPUT.MIN_SIZE_TRAIN = (480, 512, 544, 576, 608, 640, 672, 704, 736, 768, 800)  # short side, drawn per image; (): no resize
+    cfg.INPUT.MIN_SIZE_TRAIN = (480, 512, 544, 576, 608, 640, 672, 704, 736, 768, 800)  # short sides, one drawn per image; (): off
     cfg.INPUT.MAX_SIZE_TRAIN = 1333  # upper limit of the long side in pixels
     cfg.INPUT.MIN_SIZE_TEST = 800  # short side in pixels; 0: no resize
     cfg.INPUT.MAX_SIZE_TEST = 1333  # upper limit of the long side in pixels
-    cfg.INPUT.AUGMENTATIONS = []  # each a name or [name, {option: value}], in this order, before flip, crop and resize
-    cfg.INPUT.MIN_VISIBLE = 0.25  # boxes are removed if an augmentation leaves less than this share of their area
+    cfg.INPUT.AUGMENTATIONS = []  # list of names or [name, {option: value}], applied in this order before flip, crop and resize
+    cfg.INPUT.MIN_VISIBLE = 0.25  # boxes are removed if less than this share of their area is left after an augmentation
     cfg.INPUT.CLOSE_EPOCHS = 0.0  # number of epochs at the end of the run in which no images are mixed (Mosaic, MixUp)
     cfg.INPUT.RANDOM_FLIP = "horizontal"  # horizontal: flip half of the images; none: do not flip
-    cfg.INPUT.RESIZE_CROP = CfgNode()  # half the images: resize to one of SIZES, crop sides in RANGE, resize as above
+    cfg.INPUT.RESIZE_CROP = CfgNode()  # half of the images: resize to one of SIZES, crop with sides in RANGE, resize as above
     cfg.INPUT.RESIZE_CROP.ENABLED = True  # True: use DETR's random crop, on half of the images
     cfg.INPUT.RESIZE_CROP.SIZES = (400, 500, 600)  # short sides in pixels, one drawn per image, before the crop
     cfg.INPUT.RESIZE_CROP.RANGE = (384, 600)  # smallest and largest side of the crop in pixels
 
-    cfg.INPUT.CLASSIFY = CfgNode()  # CPVTClassifier only; RANDOM_FLIP applies too, no other key above
+    cfg.INPUT.CLASSIFY = CfgNode()  # CPVTClassifier only; of the keys above, only RANDOM_FLIP also applies
     cfg.INPUT.CLASSIFY.SIZE = 224  # training: side of the crops in pixels
     cfg.INPUT.CLASSIFY.SCALE = (0.08, 1.0)  # training: smallest and largest area of a crop, as a share of the image's
     cfg.INPUT.CLASSIFY.RATIO = (0.75, 4 / 3)  # training: smallest and largest width of a crop, as a multiple of its height
     cfg.INPUT.CLASSIFY.RANDAUGMENT = ()  # RandAugment: number of operations and magnitude, 0 to 30, such as (2, 27); (): none
     cfg.INPUT.CLASSIFY.ERASE = 0.0  # probability that a rectangle of a training image is erased
-    cfg.INPUT.CLASSIFY.MIXUP = 0.0  # Mixup: parameter of its Beta distribution; 0: none; with CutMix, each gets half of the batches
-    cfg.INPUT.CLASSIFY.CUTMIX = 0.0  # CutMix: parameter of its Beta distribution; 0: none
-    cfg.INPUT.CLASSIFY.REPEATS = 1  # copies of an image in a batch, augmented differently; an epoch has 1/REPEATS of the images
+    cfg.INPUT.CLASSIFY.MIXUP = 0.0  # Mixup: parameter of its Beta distribution; 0: off; if CutMix is on, each gets half the batches
+    cfg.INPUT.CLASSIFY.CUTMIX = 0.0  # CutMix: parameter of its Beta distribution; 0: off
+    cfg.INPUT.CLASSIFY.REPEATS = 1  # differently augmented copies of an image in a batch; an epoch sees 1/REPEATS of the images
     cfg.INPUT.CLASSIFY.TEST_SIZE = 224  # evaluation: side of the crop in pixels
     cfg.INPUT.CLASSIFY.CROP_RATIO = 0.875  # evaluation: crop as a share of the resized short side; 0: no crop, short side TEST_SIZE
 
     cfg.DATASETS = CfgNode()
     cfg.DATASETS.TRAIN = ()  # names of the training sets
-    cfg.DATASETS.TEST = ()  # names of the test sets; the first one decides which checkpoint is the best
+    cfg.DATASETS.TEST = ()  # names of the test sets; results on the first one select the best checkpoint
     cfg.DATASETS.REGISTER = []  # [name, COCO JSON, images: folder, tar files or URL], or [name, YOLO, VOC or class folder, split]
     cfg.DATASETS.ON_BAD = "error"  # error: list all errors in the data and stop; drop: leave out the images and boxes with errors
-    cfg.DATASETS.CACHE = "~/.cache/cpvt_det"  # folder for cached annotations above 4 MB or 10,000 files; "": no cache
+    cfg.DATASETS.CACHE = "~/.cache/cpvt_det"  # folder for caching annotations of more than 4 MB or 10,000 files; "": no cache
 
     cfg.DATALOADER = CfgNode()
     cfg.DATALOADER.NUM_WORKERS = 4  # number of processes that load and augment images; 0: the training process does it
-    cfg.DATALOADER.PATIENCE = 300.0  # seconds to wait for an image; while its mount or server is away, reading is retried
+    cfg.DATALOADER.PATIENCE = 300.0  # seconds to wait for an image; reading is retried while its mount or server is unavailable
     cfg.DATALOADER.ASPECT_RATIO_GROUPING = True  # True: a batch has only wide or only tall images, which saves padding
     cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS = False  # True: skip training images without objects; DETR learns from them too
 
@@ -181,36 +181,36 @@ def _add_solver(cfg: CfgNode) -> None:
     solver.MAX_ITER = 0  # length of the run in iterations; used if EPOCHS is 0
     solver.STEPS = ()  # iterations at which the learning rate is multiplied by GAMMA; used if EPOCHS is 0
     solver.WARMUP_ITERS = 0  # iterations in which the learning rate rises to its full value; used if EPOCHS is 0
-    solver.GAMMA = 0.1  # factor on the learning rate at each step of the schedule
+    solver.GAMMA = 0.1  # factor by which the learning rate is multiplied at each step of the schedule
     solver.SCHEDULE = "step"  # step; or cosine, which falls to COSINE_END at the end
     solver.COSINE_END = 0.0  # cosine: share of the learning rate that is left at the end
     solver.IMS_PER_BATCH = 32  # batch size over all processes and accumulated parts
     solver.ACCUMULATE = 1  # number of parts in which each process computes its share of a batch; more parts need less memory
     solver.BASE_LR = 1e-4  # learning rate of everything but the backbone
     solver.BACKBONE_LR = 2e-5  # learning rate of the backbone
-    solver.POINTS_LR_MULTIPLIER = 0.1  # factor on BASE_LR for Deformable-DETR's sampling offsets and reference points
-    solver.LR_MULTIPLIERS = []  # learning rate factors, [part, factor] each: ["backbone.body.layer2", 0.5]; nested parts multiply
-    solver.LAYER_DECAY = 1.0  # factor on the learning rate of a backbone weight for each later layer (in convolutional ones, stage)
+    solver.POINTS_LR_MULTIPLIER = 0.1  # for Deformable-DETR's sampling offsets and reference points, BASE_LR is multiplied by this
+    solver.LR_MULTIPLIERS = []  # list of [part, learning rate factor], such as ["backbone.body.layer2", 0.5]; nested ones multiply
+    solver.LAYER_DECAY = 1.0  # learning rate factor of backbone weights for each layer (stage, if convolutional) after them
     solver.WEIGHT_DECAY = 1e-4  # weight decay of AdamW
     solver.WEIGHT_DECAY_NORM = None  # weight decay of norms; None: WEIGHT_DECAY, as in the recipe
     solver.WEIGHT_DECAY_PEG = None  # weight decay of PEGs; None: as for the same kinds of parameters elsewhere
-    solver.WEIGHT_DECAY_BIAS = None  # weight decay of biases, including those of norms and PEGs; None: as without this key
-    solver.WEIGHT_DECAY_EMBED = None  # weight decay of queries, tokens, tables (neither weights nor biases); None: WEIGHT_DECAY
-    solver.CLIP_NORM = 0.1  # largest norm of all gradients together; larger gradients are scaled down; 0: no clipping
+    solver.WEIGHT_DECAY_BIAS = None  # weight decay of biases, including those of norms and PEGs; None: no separate decay for biases
+    solver.WEIGHT_DECAY_EMBED = None  # weight decay of embeddings such as queries, tokens and tables; None: WEIGHT_DECAY
+    solver.CLIP_NORM = 0.1  # limit on the norm of all gradients together, above which they are scaled down; 0: no clipping
     solver.AMP = CfgNode()
     solver.AMP.ENABLED = False  # True: mixed precision (autocast); losses, matching and box heads stay in float32
     solver.AMP.DTYPE = "bfloat16"  # bfloat16 or float16
     solver.EMA = CfgNode()
     solver.EMA.ENABLED = False  # True: keep a moving average of the weights and evaluate it instead of the weights
     solver.EMA.DECAY = 0.9997  # share of the old average that each step keeps
-    solver.MAX_BAD_STEPS = 10  # number of steps in a row with a NaN or an infinity that stops the run; such steps are skipped
+    solver.MAX_BAD_STEPS = 10  # the run stops after this many steps in a row with a NaN or infinity; such steps are skipped
     solver.CHECKPOINT_PERIOD = 5000  # iterations between checkpoints
-    solver.CHECKPOINT_MINUTES = 60.0  # a checkpoint is also written after this many minutes; checked every LOG_PERIOD
-    solver.CHECKPOINT_KEEP = 3  # number of newest periodic checkpoints to keep, besides the best and the final one
+    solver.CHECKPOINT_MINUTES = 60.0  # a checkpoint is also written after this many minutes (checked at each log line)
+    solver.CHECKPOINT_KEEP = 3  # number of latest periodic checkpoints to keep, besides the best and the final one
     solver.EARLY_STOPPING = 0  # the run ends after this many evaluations in a row without a new best; 0: never
     solver.LOG_PERIOD = 20  # iterations between log lines
     solver.THREADS = 0  # threads of each process of a run on a CPU; 0: torch's default, one per core (OMP_NUM_THREADS)
-    solver.COLLECTIVE_TIMEOUT = 1800.0  # seconds that a process waits for the others of its run before it gives up
+    solver.COLLECTIVE_TIMEOUT = 1800.0  # seconds that a process waits for the run's other processes before it gives up
 
 
 SAME_RUN = re.compile(
@@ -219,7 +219,7 @@ SAME_RUN = re.compile(
     r"DATALOADER\.NUM_WORKERS$|DATASETS\.(TEST|REGISTER|CACHE)$|"
     r"SOLVER\.(CHECKPOINT_PERIOD|CHECKPOINT_MINUTES|CHECKPOINT_KEEP|LOG_PERIOD|MAX_BAD_STEPS|EARLY_STOPPING|COLLECTIVE_TIMEOUT)$"
 )
-"""Keys that may change when a run is resumed: they do not change its steps."""
+"""Keys that may change when a run is resumed, because they do not affect its training steps."""
 
 
 def changed_keys(before: str, now: str) -> list[str]:
@@ -229,7 +229,7 @@ def changed_keys(before: str, now: str) -> list[str]:
         before, now: YAML of :meth:`CfgNode.dump`.
 
     Returns:
-        "KEY was X, is Y" for each key that differs. A part's option that only one of the configs sets is "unset" in the other.
+        "KEY was X, is Y" for each key that differs. An option that only one of the configs sets is shown as "unset" for the other.
     """
     old, new = (dict(flat_items(CfgNode.load_cfg(text))) for text in (before, now))
     options = (old.keys() ^ new.keys()) - set(key_names(get_cfg()))
@@ -253,7 +253,7 @@ def flat_items(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def nested(items: Iterable[tuple[str, Any]]) -> CfgNode:
-    """Groups of keys from pairs (full name, value): ``("A.B", 1)`` -> ``{"A": {"B": 1}}``; the inverse of :func:`flat_items`."""
+    """Build groups of keys from pairs (full name, value): ``("A.B", 1)`` -> ``{"A": {"B": 1}}``. Inverse of :func:`flat_items`."""
     tree = CfgNode()
     for name, value in items:
         *groups, last = name.split(".")
@@ -300,11 +300,12 @@ def load_cfg(config_file: str, overrides: Sequence[str] = ()) -> CfgNode:
 
 
 class _WithBases(CfgNode):
-    """YAML whose ``_BASE_`` is a path from the file's folder or, if no such file exists, a name in the package's config folder."""
+    """A YAML config whose ``_BASE_`` is a path relative to the file's folder or, if there is no such file, a name in the package's
+    config folder."""
 
     @classmethod
     def load_yaml_with_base(cls, filename: str, allow_unsafe: bool = False) -> Any:
-        """fvcore's method, which calls itself with the file's folder joined with ``_BASE_``."""
+        """Extend fvcore's method, which calls itself for ``_BASE_`` with that value appended to the file's folder."""
         path = Path(filename)
         names = [Path(*path.parts[start:]) for start in range(len(path.parts))]
         found = next((config_root() / name for name in names if (config_root() / name).is_file()), path)
@@ -312,7 +313,7 @@ class _WithBases(CfgNode):
 
 
 def read_config(config_file: str) -> CfgNode:
-    """The keys of a YAML file and of its ``_BASE_`` files, without defaults. No YAML tag runs code.
+    """Read the keys of a YAML file and of its ``_BASE_`` files, without defaults. YAML tags cannot run code.
 
     Raises:
         ConfigError: a missing file, or one that is not a YAML mapping.
@@ -327,17 +328,17 @@ def read_config(config_file: str) -> CfgNode:
     except (TypeError, AttributeError) as error:  # fvcore looks for _BASE_ in the YAML, whatever its type
         raise ConfigError(f"config {path} is not a YAML mapping of keys to values") from error
     except RecursionError as error:
-        raise ConfigError(f"config {path}: its _BASE_ leads back to itself, or it is nested too deeply") from error
+        raise ConfigError(f"config {path}: its _BASE_ leads back to itself, or its YAML is nested too deeply") from error
     except Exception as error:  # what YAML and file systems raise has no common base
         raise ConfigError(f"cannot read config {path}: {first_line(error)}") from error
 
 
 def parse_config(text: str, source: str) -> CfgNode:
-    """The keys of YAML text, without defaults and without ``_BASE_``. No YAML tag runs code.
+    """Read the keys of YAML text, without defaults and without ``_BASE_``. YAML tags cannot run code.
 
     Args:
         text: YAML text, as :meth:`CfgNode.dump` writes it.
-        source: name of the text's origin, for error messages.
+        source: where the text comes from, for error messages.
 
     Raises:
         ConfigError: text that is not a YAML mapping.
@@ -355,7 +356,7 @@ def parse_config(text: str, source: str) -> CfgNode:
 
 
 def _require_size(tree: Any, source: str) -> None:
-    """Refuse YAML aliases that expand to too many parts to copy: ten lines can stand for a billion, or for infinitely many."""
+    """Refuse YAML whose aliases expand to too many parts to copy: ten lines can stand for a billion parts, or infinitely many."""
     parts = [tree]
     for _ in range(LARGEST_CONFIG):
         if not parts:
@@ -368,7 +369,7 @@ def _require_size(tree: Any, source: str) -> None:
 
 
 def merge_overrides(cfg: CfgNode, overrides: Sequence[str]) -> None:
-    """Merge KEY VALUE pairs of a command line.
+    """Merge KEY VALUE pairs from a command line.
 
     Raises:
         ConfigError: a key without a value, an unknown key, a value of the wrong type.
@@ -394,11 +395,11 @@ def merge_checked(cfg: CfgNode, other: CfgNode, source: str) -> None:
     Args:
         cfg: config that is changed in place.
         other: some of its keys, with new values.
-        source: name of the origin of ``other``, for error messages.
+        source: where ``other`` comes from, for error messages.
 
     Raises:
-        ConfigError: an unknown key, with the most similar known one; a value whose type differs from the default's. A whole number
-            is accepted for a float, and one name for a list of names.
+        ConfigError: an unknown key (the message suggests the most similar known one), or a value whose type differs from the
+            default's. A whole number is accepted for a float, and a single name for a list of names.
     """
     other = other.clone()
     other.set_new_allowed(True)  # for new nodes, such as the options of each part of a sum

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Config -> objects. No other part of the core reads a config; every class takes plain arguments.
+"""Build objects from a config. No other part of the core reads a config; every class takes plain arguments.
 
-Every function can be imported from here. Its module is loaded at first use, so checking data needs no torch.
+Every function can be imported from here. Its module is loaded at first use, so data can be checked without importing torch.
 """
 
 import importlib

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build augmentations from ``INPUT.AUGMENTATIONS``, and try them before the run."""
+"""Build augmentations from ``INPUT.AUGMENTATIONS``, and try them out before the run."""
 
 import inspect
 import logging
@@ -23,21 +23,21 @@ KEY = "INPUT.AUGMENTATIONS"
 
 
 def build_augmentations(cfg: CfgNode) -> list[AugmentationStep]:
-    """The steps of ``INPUT.AUGMENTATIONS``, in its order.
+    """Build the steps of ``INPUT.AUGMENTATIONS``, in the same order.
 
     Raises:
         ConfigError: an entry that is not a name or [name, options]; options that the augmentation does not take or cannot use;
-            ``INPUT.MIN_VISIBLE`` outside of [0, 1].
+            ``INPUT.MIN_VISIBLE`` outside [0, 1].
         UnknownNameError: an unknown augmentation or option.
     """
     min_visible = cfg.INPUT.MIN_VISIBLE
     if not 0 <= min_visible <= 1:
-        raise ConfigError(f"INPUT.MIN_VISIBLE must be a share from 0 to 1, got {min_visible}")
+        raise ConfigError(f"INPUT.MIN_VISIBLE must be a fraction from 0 to 1, got {min_visible}")
     return [_build(entry, min_visible) for entry in cfg.INPUT.AUGMENTATIONS]
 
 
 def closing_epoch(cfg: CfgNode, steps: Sequence[AugmentationStep], num_images: int) -> float:
-    """The first epoch, counted from 0, in which images are no longer mixed; infinite without ``INPUT.CLOSE_EPOCHS``.
+    """The first epoch, counted from 0, in which images are no longer mixed; infinity if ``INPUT.CLOSE_EPOCHS`` is 0.
 
     Raises:
         ConfigError: a negative number of epochs, or a number above 0 although no augmentation mixes images.
@@ -46,7 +46,9 @@ def closing_epoch(cfg: CfgNode, steps: Sequence[AugmentationStep], num_images: i
     if last < 0:
         raise ConfigError(f"INPUT.CLOSE_EPOCHS must be at least 0, got {last}")
     if last and not any(step.mixes for step in steps):
-        raise ConfigError(f"INPUT.CLOSE_EPOCHS is {last}, but no augmentation of {KEY} mixes images; leave it at 0, or add one")
+        raise ConfigError(
+            f"INPUT.CLOSE_EPOCHS is {last}, but no augmentation of {KEY} mixes images; set it to 0, or add one that does"
+        )
     epochs = solver.EPOCHS if solver.EPOCHS > 0 else solver.MAX_ITER * solver.IMS_PER_BATCH / max(1, num_images)
     return math.floor(epochs - last) if last else math.inf
 
@@ -63,7 +65,7 @@ def check_augmentations(cfg: CfgNode, records: Records) -> None:
     """
     entries = cfg.INPUT.AUGMENTATIONS
     if closing_epoch(cfg, build_augmentations(cfg), len(records)) <= 0 and distributed.rank() == 0:
-        logger.warning("INPUT.CLOSE_EPOCHS %g is as long as the run: no images are mixed", cfg.INPUT.CLOSE_EPOCHS)
+        logger.warning("INPUT.CLOSE_EPOCHS %g covers the whole run, so no images are mixed", cfg.INPUT.CLOSE_EPOCHS)
     if not entries or not records:
         return
     record = records[int(records.sizes.min(axis=1).argmin())]
@@ -112,7 +114,7 @@ def _build(entry: Any, min_visible: float, in_group: str = "") -> AugmentationSt
     step = AugmentationStep(name, augment, min_visible)
     if step.mixes and in_group:
         raise ConfigError(
-            f"{KEY}: {name!r} mixes images and cannot be in {in_group!r}; put it into the list itself, with its own p"
+            f"{KEY}: {name!r} mixes images, so it cannot be inside {in_group!r}; put it directly into {KEY}, with its own p"
         )
     return step
 
@@ -122,7 +124,7 @@ def _parts(entry: Any) -> list[Any]:
     name, options = _name_and_options(entry)
     parts = options.get("transforms")
     if not isinstance(parts, (list, tuple)) or not parts:
-        raise ConfigError(f"{KEY}: {name!r} needs transforms, a list like {KEY}, got {parts!r}")
+        raise ConfigError(f"{KEY}: {name!r} needs transforms, a list in the same form as {KEY}, got {parts!r}")
     return list(parts)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build data, loaders and loss of a classifier's run from ``INPUT.CLASSIFY`` and ``MODEL.CLASSIFIER``."""
+"""Build the data, loaders and loss of a classifier's run from ``INPUT.CLASSIFY`` and ``MODEL.CLASSIFIER``."""
 
 from collections.abc import Sequence
 
@@ -43,7 +43,7 @@ def build_class_train_loader(cfg: CfgNode, records: Sequence[ImageRecord], seed:
     """A loader of augmented batches, each with this process's share of ``SOLVER.IMS_PER_BATCH``.
 
     Raises:
-        ConfigError: a batch size that the number of processes does not divide, or invalid settings of ``INPUT.CLASSIFY``.
+        ConfigError: a batch size that is not divisible by the number of processes, or invalid settings of ``INPUT.CLASSIFY``.
     """
     node = cfg.INPUT.CLASSIFY
     require_rgb(cfg)
@@ -65,7 +65,7 @@ def build_class_train_loader(cfg: CfgNode, records: Sequence[ImageRecord], seed:
 
 
 def build_class_mapper(cfg: CfgNode) -> ClassMapper:
-    """The mapper that brings an image to the test size, in evaluation and prediction.
+    """The mapper that resizes and crops an image to the test size, in evaluation and prediction.
 
     Raises:
         ConfigError: a size or a ratio out of range, or a channel order other than RGB.
@@ -77,7 +77,7 @@ def build_class_mapper(cfg: CfgNode) -> ClassMapper:
 
 
 def build_class_test_loader(cfg: CfgNode, records: Sequence[ImageRecord]) -> torch.utils.data.DataLoader:
-    """A loader that reads every record once, at the test size; the processes share the records."""
+    """A loader that reads every record once, at the test size; the records are divided among the processes."""
     dataset = MappedDataset(records, build_class_mapper(cfg), patience=cfg.DATALOADER.PATIENCE)
     world_size = distributed.world_size()
     share = max(1, cfg.TEST.IMS_PER_BATCH // world_size)
@@ -100,7 +100,7 @@ def build_mixing(cfg: CfgNode) -> BatchMixing:
 
 
 def _check_settings(cfg: CfgNode) -> None:
-    """Refuse settings that cannot be evaluated, before data are read and training starts."""
+    """Before data are read and training starts, refuse settings with which evaluation would fail."""
     if not is_classifier(cfg):
         name = cfg.MODEL.META_ARCHITECTURE
         raise ConfigError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build data, loaders and evaluator of a run from ``INPUT``, ``DATALOADER`` and ``TEST``."""
+"""Build the data, loaders and evaluator of a run from ``INPUT``, ``DATALOADER`` and ``TEST``."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -26,14 +26,14 @@ from cpvt_det.evaluation.tiles import Tiling
 
 
 def load_splits(cfg: CfgNode) -> tuple[list[CocoDataset], list[CocoDataset]]:
-    """Read and check training and test sets, and set ``MODEL.NUM_CLASSES``.
+    """Read and check the training and test sets, and set ``MODEL.NUM_CLASSES``.
 
     Returns:
         The training sets and the test sets; there may be no test set.
 
     Raises:
         BadInputError: data that cannot be read; faults that ``DATASETS.ON_BAD`` does not drop; classes that differ between sets, or
-            whose number differs from the config's; settings of augmentation or evaluation that cannot be used.
+            whose number differs from that in the config; settings of augmentation or evaluation that cannot be used.
     """
     require_names(cfg, "TRAIN")
     train, tests = _load(cfg, ("TRAIN", "TEST"))
@@ -70,7 +70,7 @@ def load_checked(cfg: CfgNode, splits: Sequence[str], check: Callable[..., Check
 
 
 def _look_together(cfg: CfgNode, records: Records, decode: bool, examples: float) -> Looked:
-    """Look at a part of the images in each process, unless an earlier run looked at all of them and nothing has changed."""
+    """Have each process look at a part of the images, unless an earlier run looked at all of them and nothing has changed since."""
     _open_index(records)
     rank, world_size, number = distributed.rank(), distributed.world_size(), len(records)
     kept = KeptLook(records, cfg.DATASETS.CACHE) if rank == 0 else None
@@ -98,7 +98,7 @@ def build_train_loader(cfg: CfgNode, records: Records, seed: int) -> SampleLoade
     """A loader of augmented batches, each with this process's share of ``SOLVER.IMS_PER_BATCH``.
 
     Raises:
-        ConfigError: a batch size that the number of processes does not divide, or impossible image sizes.
+        ConfigError: a batch size that is not divisible by the number of processes, or impossible image sizes.
     """
     node, loader = cfg.INPUT, cfg.DATALOADER
     require_rgb(cfg)
@@ -128,7 +128,7 @@ def build_train_loader(cfg: CfgNode, records: Records, seed: int) -> SampleLoade
 
 
 def build_test_mapper(cfg: CfgNode) -> Mapper:
-    """The mapper that brings an image to the test size, in evaluation and prediction.
+    """The mapper that resizes an image to the test size, in evaluation and prediction.
 
     Raises:
         ConfigError: a channel order other than RGB.
@@ -146,7 +146,7 @@ def build_tiling(cfg: CfgNode) -> Tiling | None:
 
 
 def build_test_loader(cfg: CfgNode, records: Sequence[ImageRecord]) -> torch.utils.data.DataLoader:
-    """A loader that reads every record once, at the test size; the processes share the records."""
+    """A loader that reads every record once, at the test size; the records are divided among the processes."""
     with config_errors("INPUT or TEST"):
         dataset = MappedDataset(records, build_test_mapper(cfg), patience=cfg.DATALOADER.PATIENCE)
         world_size = distributed.world_size()
@@ -158,13 +158,15 @@ def check_evaluation(cfg: CfgNode) -> None:
     """Before training starts, refuse evaluation settings that cannot be used.
 
     Raises:
-        ConfigError: an unknown evaluator, a number of detections below 1, impossible tiles, or a threshold that is not a score.
+        ConfigError: an unknown evaluator, a number of detections below 1, impossible tiles, or a threshold that cannot be a score.
     """
     build_postprocessor(cfg)
     build_tiling(cfg)
     threshold = cfg.TEST.PICTURE_THRESHOLD
     if threshold is not None and not (type(threshold) in (int, float) and 0 <= threshold <= 1):
-        raise ConfigError(f"TEST.PICTURE_THRESHOLD must be a score from 0 to 1, or None for that of the best F1, got {threshold!r}")
+        raise ConfigError(
+            f"TEST.PICTURE_THRESHOLD must be a score from 0 to 1, or None for the score with the best F1, got {threshold!r}"
+        )
     if cfg.TEST.EVALUATOR not in BACKENDS:
         raise UnknownNameError("evaluator (TEST.EVALUATOR)", cfg.TEST.EVALUATOR, BACKENDS)
 
@@ -179,9 +181,11 @@ def require_rgb(cfg: CfgNode) -> None:
     """Refuse a channel order other than RGB, and an unknown flip.
 
     Raises:
-        ConfigError: either of these.
+        ConfigError: such a channel order, or such a flip.
     """
     if cfg.INPUT.FORMAT != "RGB":
-        raise ConfigError(f"INPUT.FORMAT is {cfg.INPUT.FORMAT!r}; our loader reads RGB, the order of torchvision's weights")
+        raise ConfigError(
+            f"INPUT.FORMAT is {cfg.INPUT.FORMAT!r}, but the data loader reads only RGB, the channel order of torchvision's weights"
+        )
     if cfg.INPUT.RANDOM_FLIP not in ("horizontal", "none"):
         raise UnknownNameError("INPUT.RANDOM_FLIP", cfg.INPUT.RANDOM_FLIP, ("horizontal", "none"))

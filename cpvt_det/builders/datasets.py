@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read and check the data sets of ``DATASETS``.
 
-This module does not import torch, because the import would take longer than all other work of ``cpvt-det check-data``.
+This module does not import torch, because the import would take longer than everything else that ``cpvt-det check-data`` does.
 """
 
 import logging
@@ -43,7 +43,7 @@ def check_datasets(
         The data sets without their faulty parts, and the faults, regardless of ``DATASETS.ON_BAD``.
 
     Raises:
-        ConfigError: names that cannot be looked up, or an unknown policy.
+        ConfigError: names that cannot be looked up, or an unknown ``DATASETS.ON_BAD``.
     """
     if cfg.DATASETS.ON_BAD not in POLICIES:
         raise UnknownNameError("DATASETS.ON_BAD", cfg.DATASETS.ON_BAD, POLICIES)
@@ -70,18 +70,18 @@ def log_data(datasets: Iterable[CocoDataset]) -> None:
     queries = "MODEL.DETR.NUM_OBJECT_QUERIES"
     for dataset in datasets:
         logger.info(dataset.describe())
-        for kind, keys in ((TOO_MANY, queries), (TOO_FEW, f"TEST.DETECTIONS_PER_IMAGE, and {queries} where it is lower")):
+        for kind, keys in ((TOO_MANY, queries), (TOO_FEW, f"TEST.DETECTIONS_PER_IMAGE, and {queries} if it is lower")):
             if found := dataset.issues.infos.get(kind):
                 logger.warning("%s: %s: %d; raise %s", dataset.name, kind, found.count, keys)
 
 
 def _note_many_boxes(dataset: CocoDataset, cfg: CfgNode, is_trained: bool) -> None:
-    """Note the images with more boxes than can be learned or found."""
+    """Add a note to the data set's issues for each image with more boxes than can be learned or found."""
     num_queries, num_detections = cfg.MODEL.DETR.NUM_OBJECT_QUERIES, cfg.TEST.DETECTIONS_PER_IMAGE
     counts = dataset.records.num_boxes
     for index in (counts > min(num_queries, num_detections)).nonzero()[0].tolist():
         image_id, path = int(dataset.records.image_ids[index]), dataset.records.path(index)
-        where = f"image {image_id}: {path} has {counts[index]} boxes, there are {num_queries} queries"
+        where = f"image {image_id}: {path} has {counts[index]} boxes, but there are only {num_queries} queries"
         if is_trained and counts[index] > num_queries:
             dataset.issues.add_info(TOO_MANY, where)
         else:
@@ -103,19 +103,21 @@ def require_names(cfg: CfgNode, split: str) -> None:
     """
     names = cfg.DATASETS[split]
     if isinstance(names, str) or not names:
-        raise ConfigError(f"DATASETS.{split} should list data sets, as in DATASETS.{split} coco_2017_train; got {names!r}")
+        raise ConfigError(
+            f"DATASETS.{split} must list the names of data sets, as in DATASETS.{split} coco_2017_train; got {names!r}"
+        )
 
 
 def set_classes(cfg: CfgNode, classes: Classes, source: str = "the data") -> None:
     """Set ``MODEL.NUM_CLASSES`` from the data, or from weights.
 
     Raises:
-        ConfigError: a different number in the config.
+        ConfigError: the config already has a different number.
     """
     if cfg.MODEL.NUM_CLASSES not in (0, len(classes)):
         raise ConfigError(
             f"MODEL.NUM_CLASSES is {cfg.MODEL.NUM_CLASSES}, but {source} has {len(classes)} classes "
-            f"({', '.join(classes.names[:5])}{', ...' if len(classes) > 5 else ''}); leave it at 0 to take these"
+            f"({', '.join(classes.names[:5])}{', ...' if len(classes) > 5 else ''}); set it to 0 to use these"
         )
     cfg.MODEL.NUM_CLASSES = len(classes)
 

@@ -42,10 +42,10 @@ from cpvt_det.models.hybrid_encoder import NormedNeck
 OF_PROPOSALS = ("proposals", "mixed")
 """The query sources that start from the encoder's proposals."""
 OF_ONE_STAGE = ("learned", "anchors")
-SIGMOIDS = "set MODEL.CRITERION.CLASSIFICATION.NAME to focal, or to another one with sigmoids (varifocal, mal, ia_bce)"
+SIGMOIDS = "set MODEL.CRITERION.CLASSIFICATION.NAME to focal or another one that uses sigmoids (varifocal, mal, ia_bce)"
 DETECTOR_REGISTRY = PartRegistry("DETECTOR", "MODEL.META_ARCHITECTURE", frozenset({"cfg", "backbone"}))
 """``MODEL.META_ARCHITECTURE`` -> a function that takes a config and a backbone (or ``None`` for the config's own) and returns the
-keyword arguments of the detector's constructor. Its further keywords are options, the keys of ``MODEL.DETECTOR``; see
+keyword arguments of the detector's constructor. Its other keywords are options, which are keys of ``MODEL.DETECTOR``; see
 :func:`register_detector`."""
 
 
@@ -53,7 +53,7 @@ def register_detector(name: str, detector: type[ImageModel]) -> Callable:
     """Register a detector's class together with the decorated function, which reads its arguments from the config.
 
     Args:
-        name: value of ``MODEL.META_ARCHITECTURE``; with detectron2 also the name of a meta architecture.
+        name: value of ``MODEL.META_ARCHITECTURE``; with detectron2, it is also the name of a meta-architecture there.
         detector: subclass of :class:`cpvt_det.models.Detector`, or of :class:`cpvt_det.models.Classifier`.
     """
 
@@ -101,7 +101,7 @@ def _detr_arguments(
     """DETR.
 
     Args:
-        pre_norm: norms before attention and feed-forward network.
+        pre_norm: whether norms come before attention and feed-forward network instead of after them.
         decoder_position: encoding of the keys in the decoder: sine, same (as in the encoder) or none.
     """
     stages = cfg.MODEL.BACKBONE.STAGES
@@ -133,25 +133,25 @@ def _deformable_detr_arguments(
     """Deformable-DETR and its extensions.
 
     Args:
-        num_levels: feature levels: maps of BACKBONE.STAGES, then coarser ones made from the last.
-        enc_points, dec_points: sampling points per head and level in the encoder, and in the decoder.
-        box_refinement: every decoder layer corrects the boxes of the previous layer.
-        two_stage: queries come from the encoder's best proposals; needs box_refinement.
-        look_forward_twice: a layer's loss corrects the previous boxes too (DINO); needs box_refinement.
-        final_norm: one norm between the decoder's layers and their heads (DINO).
-        mixed_supervision: each object trains several queries, before these attend to each other (MS-DETR).
+        num_levels: number of feature levels: the maps of BACKBONE.STAGES, then coarser levels made from the last map.
+        enc_points, dec_points: sampling points per head and level, in the encoder and the decoder respectively.
+        box_refinement: whether every decoder layer corrects the boxes of the previous layer.
+        two_stage: whether queries come from the encoder's best proposals; needs box_refinement.
+        look_forward_twice: whether a layer's loss also trains the previous layer's boxes (DINO); needs box_refinement.
+        final_norm: whether there is one norm, shared by all decoder layers, before their heads (DINO).
+        mixed_supervision: whether each object trains several queries before these attend to each other (MS-DETR).
         eval_layers: number of decoder layers, from the first, that run in evaluation and prediction; 0 for all.
         implementation: kernel of deformable attention: auto, numba, triton, eager, export or grid_sample.
     """
     source = cfg.MODEL.QUERIES.NAME
     if source in (*OF_ONE_STAGE, *OF_PROPOSALS) and (source in OF_PROPOSALS) != two_stage:
         others = OF_ONE_STAGE if source in OF_PROPOSALS else OF_PROPOSALS
-        way_out = f"set it to {not two_stage}, or the name to one of {', '.join(others)}"
+        way_out = f"set TWO_STAGE to {not two_stage}, or NAME to one of {', '.join(others)}"
         raise ConfigError(f"MODEL.QUERIES.NAME is {source!r}, but MODEL.DETECTOR.TWO_STAGE is {two_stage}; {way_out}")
     if mixed_supervision and build_classification(cfg).prior_probability is None:
-        raise ConfigError(f"MODEL.DETECTOR.MIXED_SUPERVISION matches by sigmoids: {SIGMOIDS}")
+        raise ConfigError(f"MODEL.DETECTOR.MIXED_SUPERVISION needs sigmoid scores for its matching: {SIGMOIDS}")
     if look_forward_twice and not box_refinement:
-        raise ConfigError("MODEL.DETECTOR.LOOK_FORWARD_TWICE corrects boxes: set MODEL.DETECTOR.BOX_REFINEMENT to True")
+        raise ConfigError("MODEL.DETECTOR.LOOK_FORWARD_TWICE needs box refinement: set MODEL.DETECTOR.BOX_REFINEMENT to True")
     return {
         **shared_arguments(cfg, backbone, num_levels, "proposals" if two_stage else "learned", box_refinement),
         "transformer": DeformableTransformer(
@@ -193,28 +193,29 @@ def _real_time_arguments(
     """RT-DETR and D-FINE: a hybrid encoder with DETR.ENC_LAYERS attention layers, and refined proposals.
 
     Args:
-        encoder_channels: channels of the encoder; 0 takes those of the decoder, DETR.HIDDEN_DIM.
-        encoder_feedforward: inner channels of the encoder's feed-forward networks; 0 takes DETR.DIM_FEEDFORWARD.
-        fusion: convolutions across levels: csp (RT-DETR) or elan (D-FINE).
+        encoder_channels: channels of the encoder; 0 means as many as in the decoder, DETR.HIDDEN_DIM.
+        encoder_feedforward: inner channels of the encoder's feed-forward networks; 0 means DETR.DIM_FEEDFORWARD.
+        fusion: kind of convolutions across levels: csp (RT-DETR) or elan (D-FINE).
         expansion: inner width of these convolutions, as a fraction of the encoder's channels.
-        depth: blocks in each CSP layer.
-        norm: norms of neck and encoder, over valid cells only: BN, SyncBN, GN or none.
-        points: sampling points per head in the decoder, one number for all levels or one per level, such as (3, 6, 3) in D-FINE.
-        look_forward_twice: a layer's loss corrects the previous boxes too; only without bins.
-        bins: number of D-FINE's bins (32) for the distance that a box side moves; 0 refines boxes instead.
-        bin_scale: a box's size divided by this (8 in D-FINE-X) is the unit in which its sides move; weights contain their own.
+        depth: number of blocks in each CSP layer.
+        norm: kind of norms in neck and encoder, over valid cells only: BN, SyncBN, GN or none.
+        points: sampling points per head in the decoder: one number for all levels, or one per level, such as (3, 6, 3) in D-FINE.
+        look_forward_twice: whether a layer's loss also trains the previous layer's boxes; only without bins.
+        bins: number of bins for the distance that a side of a box moves (32 in D-FINE); 0 refines boxes without bins.
+        bin_scale: a box's size divided by this (8 in D-FINE-X) is the unit in which its sides move; trained weights have their own.
         eval_layers: number of decoder layers, from the first, that run in evaluation and prediction; 0 for all.
         implementation: kernel of deformable attention: auto, numba, triton, eager, export or grid_sample.
     """
     if bins and look_forward_twice:
-        raise ConfigError("MODEL.DETECTOR.LOOK_FORWARD_TWICE is for boxes that are refined; with BINS set it to False")
+        raise ConfigError("MODEL.DETECTOR.LOOK_FORWARD_TWICE needs box refinement, which BINS replaces; with BINS, set it to False")
     backbone, shared = backbone or build_backbone(cfg), transformer_arguments(cfg)
     coarsest = max(backbone.strides)
-    require_larger_images(cfg, coarsest, f"a cell of the coarsest map, {coarsest} pixels", "MODEL.BACKBONE.STAGES")
+    require_larger_images(cfg, coarsest, f"a cell of the coarsest feature map ({coarsest} pixels)", "MODEL.BACKBONE.STAGES")
     num_levels, width = len(backbone.strides), encoder_channels or shared["channels"]
     if len(points) not in (1, num_levels):
         raise ConfigError(
-            f"MODEL.DETECTOR.POINTS is {list(points)}, but the backbone has {num_levels} maps; give one number for each"
+            f"MODEL.DETECTOR.POINTS is {list(points)}, but the backbone has {num_levels} feature maps; give a single number, or "
+            "one per map"
         )
     ffn_channels = encoder_feedforward or shared["ffn_channels"]
     attention = (
@@ -263,7 +264,7 @@ def is_classifier(cfg: CfgNode) -> bool:
 
 
 def transformer_arguments(cfg: CfgNode) -> dict[str, Any]:
-    """``MODEL.DETR`` as the keywords that both transformers share."""
+    """The keywords that both transformers share, from ``MODEL.DETR``."""
     detr = cfg.MODEL.DETR
     return {
         "encoder_layers": detr.ENC_LAYERS,
@@ -291,7 +292,7 @@ def shared_arguments(
         backbone: backbone to use instead of the config's.
         num_levels: feature levels of the encoder.
         source: query source if ``MODEL.QUERIES.NAME`` is empty.
-        refines: whether decoder layers correct boxes; some query positions follow the corrected boxes.
+        refines: whether decoder layers correct boxes, which some kinds of query positions follow.
         encoder: channels of neck and encoder, number of levels that the encoding sees, and inner channels of the encoder's
             feed-forward networks; ``None`` for the decoder's channels and ``num_levels``.
 
@@ -302,8 +303,8 @@ def shared_arguments(
     names = cfg.MODEL.POSITION.NAME.split("+")
     if "sine_scrambled" in names and (len(names) > 1 or encoder is None):
         raise ConfigError(
-            "MODEL.POSITION.NAME: sine_scrambled is what other code computes in hybrid encoders, for comparison with it: use it "
-            "alone and in CPVTRealTimeDetr, or sine_grid, which is right"
+            "MODEL.POSITION.NAME: sine_scrambled reproduces, for comparison, what other code computes in hybrid encoders; use it "
+            "alone and in CPVTRealTimeDetr, or use sine_grid, which is correct"
         )
     backbone = backbone or build_backbone(cfg)
     width, encoded_levels, ffn_channels = encoder or (detr.HIDDEN_DIM, num_levels, detr.DIM_FEEDFORWARD)
@@ -326,31 +327,34 @@ def shared_arguments(
         "needs_references": DETECTOR_REGISTRY.find(cfg.MODEL.META_ARCHITECTURE).detector.needs_references,
     }
     if options_of(cfg.MODEL.NECK) and not cfg.MODEL.NECK.NAME:
-        raise ConfigError(f"MODEL.NECK has the options {', '.join(options_of(cfg.MODEL.NECK))}: set MODEL.NECK.NAME too")
+        raise ConfigError(f"MODEL.NECK has options ({', '.join(options_of(cfg.MODEL.NECK))}) but no name: set MODEL.NECK.NAME too")
     if cfg.MODEL.NECK.NAME:
         arguments["neck"] = NECK_REGISTRY.build(cfg.MODEL.NECK.NAME, {**facts, "channels": width}, options_of(cfg.MODEL.NECK))
     source = cfg.MODEL.QUERIES.NAME or source
     if source in OF_PROPOSALS and classification.prior_probability is None:
-        raise ConfigError(f"the query source {source!r} ranks proposals by a sigmoid: {SIGMOIDS}")
+        raise ConfigError(f"the query source {source!r} ranks proposals by sigmoid scores: {SIGMOIDS}")
     arguments["queries"] = QUERY_REGISTRY.build(source, facts, _query_options(cfg, source, refines))
     return arguments
 
 
 def _query_options(cfg: CfgNode, source: str, refines: bool) -> dict[str, Any]:
-    """The options of ``MODEL.QUERIES``, where a module replaces the options of denoising.
+    """The options of ``MODEL.QUERIES``, with the options for denoising replaced by the module that they describe.
 
     Raises:
-        ConfigError: noise without denoising, or positions that follow corrected boxes although no layer corrects any.
+        ConfigError: options for noise without denoising, or positions that follow corrected boxes although no layer corrects boxes.
     """
     options = options_of(cfg.MODEL.QUERIES)
     for key in ("refined_positions", "scaled_positions"):
         if options.get(key) and not refines:
-            raise ConfigError(f"MODEL.QUERIES.{key.upper()} follows corrected boxes: set MODEL.DETECTOR.BOX_REFINEMENT to True")
+            raise ConfigError(f"MODEL.QUERIES.{key.upper()} needs box refinement: set MODEL.DETECTOR.BOX_REFINEMENT to True")
     if "denoising" in QUERY_REGISTRY.parameters(source) and options.keys() & {"denoising", "label_noise", "box_noise"}:
         noise = {key: options.pop(key) for key in ("label_noise", "box_noise") if key in options}
         pairs = options.pop("denoising", 0)
         if noise and not pairs:
-            raise ConfigError(f"MODEL.QUERIES.{next(iter(noise)).upper()} needs MODEL.QUERIES.DENOISING, a number of pairs")
+            raise ConfigError(
+                f"MODEL.QUERIES.{next(iter(noise)).upper()} has no effect without denoising: set MODEL.QUERIES.DENOISING to a "
+                "number of pairs"
+            )
         if pairs:
             options["denoising"] = ContrastiveDenoising(cfg.MODEL.DETR.HIDDEN_DIM, cfg.MODEL.NUM_CLASSES, pairs, **noise)
     return options

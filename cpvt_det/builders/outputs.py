@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build criterion, post-processing and device of a model from ``MODEL``."""
+"""Build the criterion, post-processing and device of a model from ``MODEL``."""
 
 import os
 
@@ -27,7 +27,8 @@ def build_criterion(cfg: CfgNode) -> SetCriterion:
         kinds = [type(part) for part in entry] if isinstance(entry, (list, tuple)) else []
         if kinds[:2] not in ([str, float], [str, int]) or kinds[2:] not in ([], [dict]):
             raise ConfigError(
-                "MODEL.CRITERION.LOSSES must contain entries [name of a loss, weight] or [name, weight, {option: value}], "
+                "MODEL.CRITERION.LOSSES must contain entries of the form [name of a loss, weight] or [name, weight, {option: "
+                "value}], "
                 f"got {entry!r}"
             )
     losses = {name: (weight, LOSS_REGISTRY.with_options(name, *options)) for name, weight, *options in node.LOSSES}
@@ -38,7 +39,7 @@ def build_criterion(cfg: CfgNode) -> SetCriterion:
 
 
 def build_postprocessor(cfg: CfgNode) -> PostProcessor:
-    """Turn predictions into at most ``TEST.DETECTIONS_PER_IMAGE`` detections; ``TEST.NMS`` suppresses duplicates.
+    """Build the post-processing: at most ``TEST.DETECTIONS_PER_IMAGE`` detections, of which ``TEST.NMS`` suppresses duplicates.
 
     Raises:
         ConfigError: a classifier, or a value of these keys that cannot be used.
@@ -50,12 +51,12 @@ def build_postprocessor(cfg: CfgNode) -> PostProcessor:
 
 
 def build_decoder(cfg: CfgNode) -> PostProcessor | ClassScores:
-    """The decoder of a model's answers: :func:`build_postprocessor`, or :class:`ClassScores` for a classifier."""
+    """Build what decodes a model's outputs: :class:`ClassScores` for a classifier, otherwise as :func:`build_postprocessor`."""
     return ClassScores() if is_classifier(cfg) else build_postprocessor(cfg)
 
 
 def build_device(cfg: CfgNode) -> torch.device:
-    """``MODEL.DEVICE``; with several GPUs, the GPU of this process.
+    """The device of ``MODEL.DEVICE``; if there are several GPUs, that of this process.
 
     Raises:
         ConfigError: a device that does not exist.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Build parts of models from ``MODEL``: backbone, position encodings, classification.
 
-The node of a part contains its ``NAME`` and the options of its constructor. The registry refuses all other keys.
+The config node of a part contains its ``NAME`` and the options of its constructor. The registry refuses all other keys.
 """
 
 import functools
@@ -29,19 +29,24 @@ def build_backbone(cfg: CfgNode) -> nn.Module:
 
     Raises:
         UnknownNameError: an unknown name, or an option that the backbone does not take.
-        ConfigError: a transformer whose patches are larger than the images, or an encoding for a backbone that takes none.
+        ConfigError: a transformer whose patches are larger than the images, or an encoding for a backbone that accepts none.
     """
     name, node = cfg.MODEL.BACKBONE.NAME, cfg.MODEL.BACKBONE
     taken, shared = BACKBONE_REGISTRY.parameters(name), get_cfg().MODEL.BACKBONE
     options = {key: value for key, value in options_of(node).items() if key in taken or key.upper() not in shared}
     ignored = [key for key in shared if key.lower() not in (*taken, "name", "weights", "position") and node[key] != shared[key]]
     if "position" not in taken and (node.POSITION.NAME or options_of(node.POSITION)):
-        raise ConfigError(f"MODEL.BACKBONE.POSITION: the backbone {name!r} takes no encoding; set MODEL.POSITION, the detector's")
+        raise ConfigError(
+            f"MODEL.BACKBONE.POSITION: the backbone {name!r} does not accept a position encoding; set that of the detector, "
+            "MODEL.POSITION"
+        )
     if ignored and distributed.rank() == 0:  # base configs set them for our ResNets
         listed = ", ".join(f"{key} {node[key]!r}" for key in ignored)
-        logger.warning("The backbone %r does not take these keys of MODEL.BACKBONE, which are ignored: %s", name, listed)
+        logger.warning("The backbone %r does not use these keys of MODEL.BACKBONE, so they are ignored: %s", name, listed)
     if "sine_scrambled" in node.POSITION.NAME:
-        raise ConfigError("MODEL.BACKBONE.POSITION.NAME: sine_scrambled is for hybrid encoders; use sine_grid, which is right")
+        raise ConfigError(
+            "MODEL.BACKBONE.POSITION.NAME: sine_scrambled is only for hybrid encoders; use sine_grid, which is correct"
+        )
     if "position" in taken:
         require_patches(cfg)
         options["position"] = functools.partial(build_position, backbone_position(cfg), **options_of(node.POSITION))
@@ -63,11 +68,11 @@ def require_patches(cfg: CfgNode) -> None:
     if name not in BACKBONE_REGISTRY or "position" not in BACKBONE_REGISTRY.parameters(name):
         return
     patch = cfg.MODEL.BACKBONE.get("PATCH_SIZE") or 16
-    require_larger_images(cfg, patch, f"a patch of {patch}", "MODEL.BACKBONE.PATCH_SIZE")
+    require_larger_images(cfg, patch, f"a patch ({patch} pixels)", "MODEL.BACKBONE.PATCH_SIZE")
 
 
 def require_larger_images(cfg: CfgNode, least: int, what: str, key_of_it: str) -> None:
-    """Refuse image sizes below ``least`` pixels, the side length of ``what``, which the key ``key_of_it`` sets.
+    """Refuse image sizes below ``least`` pixels. That is the side length of ``what``, and the config key ``key_of_it`` sets it.
 
     Raises:
         ConfigError: such a size.
@@ -78,12 +83,13 @@ def require_larger_images(cfg: CfgNode, least: int, what: str, key_of_it: str) -
         small = [side for side in (value if isinstance(value, (list, tuple)) else [value]) if 0 < side < least]
         if small:
             raise ConfigError(
-                f"INPUT.{key} makes images of {small[0]} pixels, smaller than {what}: use larger images, or set {key_of_it}"
+                f"INPUT.{key} allows images of {small[0]} pixels, which is smaller than {what}: use larger images, or change "
+                f"{key_of_it}"
             )
 
 
 def pixel_statistics(cfg: CfgNode, backbone: nn.Module) -> dict[str, Sequence[float]]:
-    """``MODEL.PIXEL_MEAN`` and ``PIXEL_STD``; if both have their defaults, the backbone's own values, if it has any."""
+    """``MODEL.PIXEL_MEAN`` and ``PIXEL_STD``; or, if both have their defaults, the backbone's own values where it has any."""
     given = {"pixel_mean": cfg.MODEL.PIXEL_MEAN, "pixel_std": cfg.MODEL.PIXEL_STD}
     are_defaults = (list(given["pixel_mean"]), list(given["pixel_std"])) == (list(defaults.PIXEL_MEAN), list(defaults.PIXEL_STD))
     return {name: getattr(backbone, name, value) if are_defaults else value for name, value in given.items()}
@@ -118,7 +124,7 @@ def build_decoder_position(cfg: CfgNode, kind: str) -> PositionEncoding | str | 
 
 
 def build_classification(cfg: CfgNode) -> Classification:
-    """Softmax, focal, or a kind that the user has registered, for ``MODEL.NUM_CLASSES`` classes.
+    """Build the classification of ``MODEL.CRITERION.CLASSIFICATION``, for ``MODEL.NUM_CLASSES`` classes.
 
     Raises:
         UnknownNameError: an unknown name, or an option that the classification does not take.
@@ -137,7 +143,7 @@ def count_classes(cfg: CfgNode) -> int:
     """
     if cfg.MODEL.NUM_CLASSES < 1:
         raise ConfigError(
-            f"MODEL.NUM_CLASSES is {cfg.MODEL.NUM_CLASSES}; set it to the number of classes; only training and evaluation read it "
-            "from data"
+            f"MODEL.NUM_CLASSES is {cfg.MODEL.NUM_CLASSES}; set it to the number of classes, which only training and evaluation "
+            "can read from the data"
         )
     return cfg.MODEL.NUM_CLASSES

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build schedule, optimiser, moving average and training step from ``SOLVER``."""
+"""Build the schedule, optimiser, moving average and training step from ``SOLVER``."""
 
 import functools
 import logging
@@ -37,10 +37,10 @@ def build_schedule(cfg: CfgNode, num_images: int) -> TrainingSchedule:
 
 
 def _log_unused(setting: str, cfg: CfgNode, *keys: str, sets: str = "the length") -> None:
-    """Log the keys that have a value but no effect, because ``setting`` decides the run's length or its evaluations."""
+    """Log keys that are set but have no effect, because ``setting`` decides ``sets``: the run's length or its evaluations."""
     ignored = [f"{key} {value}" for key in keys if (value := functools.reduce(getattr, key.split("."), cfg))]
     if ignored and distributed.rank() == 0:
-        logger.info("%s sets %s; not used: %s", setting, sets, ", ".join(ignored))
+        logger.info("%s sets %s; these keys are not used: %s", setting, sets, ", ".join(ignored))
 
 
 def build_optimizer(cfg: CfgNode, detector: nn.Module) -> torch.optim.Optimizer:
@@ -56,7 +56,8 @@ def build_optimizer(cfg: CfgNode, detector: nn.Module) -> torch.optim.Optimizer:
         kinds = [type(part) for part in entry] if isinstance(entry, (list, tuple)) else []
         if kinds not in ([str, float], [str, int]) or entry[1] < 0:
             raise ConfigError(
-                "SOLVER.LR_MULTIPLIERS must contain pairs [part, factor of at least 0], such as ['backbone.body.layer2', 0.5]; "
+                "SOLVER.LR_MULTIPLIERS must contain pairs [part, factor] with factors of at least 0, such as "
+                "['backbone.body.layer2', 0.5]; "
                 f"got {entry!r}"
             )
     decays = (solver.WEIGHT_DECAY_NORM, solver.WEIGHT_DECAY_PEG, solver.WEIGHT_DECAY_BIAS, solver.WEIGHT_DECAY_EMBED)
@@ -114,7 +115,7 @@ def build_step(
 
 
 def _require_numbers(node: CfgNode, name: str) -> None:
-    """Refuse NaN and infinities, because a NaN would pass every check against a bound."""
+    """Refuse NaN and infinity; a NaN would pass every comparison with a bound."""
     for key, value in node.items():
         if isinstance(value, CfgNode):
             _require_numbers(value, f"{name}.{key}")

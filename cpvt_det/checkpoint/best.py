@@ -9,8 +9,8 @@ from typing import Any
 class BestSoFar:
     """The state that decides on ``model_best.pth`` and on early stopping; it is part of the node ``cpvt_det`` of a checkpoint.
 
-    A resumed run repeats evaluations: the one after its checkpoint, which was written first, and those up to ``model_best.pth``,
-    which may be newer than the checkpoint. Repeated evaluations are not counted again.
+    A resumed run may repeat evaluations: the one of its checkpoint's iteration, because the checkpoint is written before it, and
+    later ones up to ``model_best.pth``, which may be newer than the checkpoint. Repeated evaluations are not counted again.
 
     Attributes:
         name: name of the figure in the metrics, such as ``bbox/AP``; higher is better.
@@ -29,7 +29,8 @@ class BestSoFar:
     counted: int = -1
 
     def take(self, figure: float, iteration: int) -> bool:
-        """Take the figure of an evaluation; return whether it is the highest so far. NaN (a test set without objects) is never."""
+        """Take the figure of an evaluation; return whether it is the highest so far. NaN, from a test set without objects, never
+        is."""
         better = figure == figure and (self.figure is None or figure > self.figure)
         if better:
             self.figure, self.iteration = figure, iteration
@@ -52,8 +53,8 @@ class BestSoFar:
         }
 
     def compares_with(self, state: dict[str, Any]) -> bool:
-        """Whether the run of a state used the same figure on the same test set. Missing names, as in older checkpoints or in
-        runs without evaluations, are not compared."""
+        """Whether the run that saved this state used the same figure on the same test set. Missing names, as in older checkpoints
+        or in runs without evaluations, are not compared."""
         same_test = not self.test or state.get("best_test", self.test) == self.test
         return state.get("best_figure", self.name) == self.name and same_test
 

@@ -54,7 +54,7 @@ class RunState:
         run_id: id of the run; a resumed run keeps it.
         data: description of the training data, from :func:`cpvt_det.data.coco.describe_records`.
         ema: moving average of the weights; ``None`` if the run has none.
-        best: the best evaluation so far, with the figure and the test set that decide.
+        best: the best evaluation so far, with the figure and the test set that define "best".
 
     Attributes:
         thresholds: score thresholds of the last evaluation; ``None`` before the first evaluation, and for a task without
@@ -95,7 +95,8 @@ class RunState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take seed, id, best evaluation, thresholds and average from a checkpoint, and log what has changed since it was written.
+        """Restore seed, id, best evaluation, thresholds and average from a checkpoint, and log what has changed since it was
+        written.
 
         Raises:
             WeightsError: a checkpoint with different classes.
@@ -103,16 +104,16 @@ class RunState:
         names = tuple(state["classes"]["names"])
         if names != self.classes.names:
             raise WeightsError(
-                f"the run to resume was trained on other classes ({len(names)}: {', '.join(names[:5])}); "
+                f"the run to resume was trained on different classes ({len(names)}: {', '.join(names[:5])}); "
                 "start a new run in another OUTPUT_DIR, with MODEL.WEIGHTS set to this checkpoint"
             )
         for change in changed_keys(state["config"], self.config):
             logger.warning("The config of the resumed run has changed: %s", change)
             if change.startswith("SOLVER.IMS_PER_BATCH "):
                 logger.warning(
-                    "Iterations are counted, not images: with another SOLVER.IMS_PER_BATCH the run goes on at the same iteration, "
-                    "but with other images, at another rate, and for another number of epochs in all. SOLVER.ACCUMULATE saves "
-                    "memory without that"
+                    "A run counts iterations, not images: with a different SOLVER.IMS_PER_BATCH it continues at the same "
+                    "iteration, but sees different images, more or fewer per iteration, and trains for a different number of "
+                    "epochs in all. SOLVER.ACCUMULATE saves memory without these effects"
                 )
         before = state.get("data", self.data)  # older checkpoints do not contain it
         if before != self.data:
@@ -130,12 +131,13 @@ class RunState:
             self.ema.load_state_dict(state["ema"])
 
     def _compare_processes(self, before: int | None) -> None:
-        """Log the effects of a changed number of processes; older checkpoints do not contain that number."""
+        """Log what changes if the number of processes has changed; older checkpoints do not contain that number."""
         now = distributed.world_size()
         if before not in (None, now):
             logger.warning(
-                "The run to resume had %d process(es), and now there are %d: batches and their order stay the same; sums are in "
-                "another order, dropout and denoising draw other numbers, and BN (not SyncBN) sees the images of one process alone",
+                "The run to resume used %d process(es), and there are now %d: batches and their order stay the same, but sums are "
+                "computed in a different order, dropout and denoising draw different random numbers, and BN (unlike SyncBN) sees "
+                "only the images of its own process",
                 before,
                 now,
             )
@@ -157,7 +159,7 @@ class TrainerState:
         return {"iteration": self.iteration, "_trainer": {"iteration": self.iteration, **self.step.state_dict()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the iteration, the optimiser and the scaler."""
+        """Restore the iteration, the optimiser and the scaler."""
         self.iteration = state["iteration"]
         self.step.load_state_dict(state["_trainer"])
 
@@ -179,8 +181,8 @@ class RunCheckpointer(Checkpointer):
             remove_unfinished(folder)
 
     def save(self, name: str, iteration: int) -> None:
-        """Write ``<name>.pth``, in the first process. Unless it is the best one, it becomes the last checkpoint, and the oldest
-        numbered ones are removed.
+        """Write ``<name>.pth``, in the first process. Unless it is ``model_best.pth``, record it as the last checkpoint, and
+        remove the oldest numbered ones.
 
         Raises:
             RunStoppedError: weights with a NaN or an infinity, or a file that cannot be written.
@@ -206,7 +208,7 @@ class RunCheckpointer(Checkpointer):
         write_line(last_filename_basename, Path(self.save_dir) / TAG)
 
     def begin(self, resume: bool) -> int:
-        """Resume or start a run, and record which run the folder belongs to.
+        """Resume or start a run, and record it as the one that the folder belongs to.
 
         Args:
             resume: ``True`` resumes the run that the folder belongs to. ``False`` resumes only a run with this run's own id, which
@@ -259,8 +261,8 @@ class RunCheckpointer(Checkpointer):
             raise
         except (RuntimeError, KeyError, ValueError, TypeError, AttributeError) as error:
             raise WeightsError(
-                f"{path} cannot be resumed, because it belongs to another model than the config's: {error}; set the keys of MODEL "
-                "that it was trained with"
+                f"{path} cannot be resumed, because it does not belong to the config's model: {error}; set the MODEL keys to the "
+                "values that it was trained with"
             ) from error
         state: RunState = self.checkpointables["cpvt_det"]
         if state.ema is not None and not checkpoint["cpvt_det"]["ema"]:  # SOLVER.EMA was enabled after it was written
@@ -269,13 +271,14 @@ class RunCheckpointer(Checkpointer):
         logger.info("Resumed from %s", path)
 
     def keep_best(self, figure: float, iteration: int) -> None:
-        """Save ``model_best.pth`` if the deciding figure is higher than ever before."""
+        """Save ``model_best.pth`` if the deciding figure is higher than in all earlier evaluations."""
         state: RunState = self.checkpointables["cpvt_det"]
         if state.best.take(figure, iteration):
             self.save(BEST, iteration)
 
     def _take_best(self, state: RunState) -> None:
-        """Take the best evaluation from ``model_best.pth``, because the last checkpoint was written before its own evaluation."""
+        """Take the best evaluation from ``model_best.pth``, because the last checkpoint was written before the evaluation of its
+        iteration."""
         best = self._best_of(state) if self.save_to_disk else None
         had_one = state.best.figure is not None
         state.best.figure, state.best.iteration = distributed.broadcast_object(best)
@@ -289,10 +292,10 @@ class RunCheckpointer(Checkpointer):
             return None, -1
         node, now = best["cpvt_det"], state.best
         if not now.compares_with(node):
-            before = f"{node.get('best_figure', now.name)} of {node.get('best_test', now.test)}"
+            before = f"{node.get('best_figure', now.name)} on {node.get('best_test', now.test)}"
             logger.warning(
-                "The best checkpoint so far was chosen by %s, and the next evaluation decides by %s of %s (TEST.BEST_FIGURE, "
-                "DATASETS.TEST): it will be replaced",
+                "The best checkpoint so far was selected by %s, but this run selects by %s on %s (TEST.BEST_FIGURE, "
+                "DATASETS.TEST), so the next evaluation will replace it",
                 before,
                 now.name,
                 now.test,
@@ -312,7 +315,8 @@ class RunCheckpointer(Checkpointer):
 
 
 def _numbered(folder: Path, up_to: int) -> list[Path]:
-    """Numbered checkpoints up to an iteration, highest first. Higher ones belong to an earlier run and must not be removed."""
+    """Numbered checkpoints up to an iteration, highest first. Those with higher numbers belong to an earlier run and must not be
+    removed."""
     found: Iterator[tuple[int, Path]] = (
         (int(match[1]), path) for path in folder.glob("model_*.pth") if (match := NUMBERED.match(path.stem))
     )

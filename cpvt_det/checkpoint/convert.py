@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convert names of other projects' weights to ours. Each source has a table; two general steps fuse q, k and v, and sort heads."""
+"""Convert names of other projects' weights to ours. Each source has a table; general steps also fuse q, k and v, and sort the
+heads."""
 
 import re
 from collections import defaultdict
@@ -33,9 +34,9 @@ class Conversion:
         marker: pattern that some names of this source match, but none of our names.
         renames: (pattern, replacement) pairs, applied one after the other.
         absent: pattern that no name of this source matches, which distinguishes it from other sources with the same marker.
-        drops_shared: whether its files contain only one of several equal tensors.
-        convert: function that converts its tensors to ours, if new names are not enough; ``None`` if they are.
-        has_own_heads: whether every decoder layer has its own heads, and the proposals' heads have a separate name.
+        drops_shared: whether its files contain only one copy of a tensor that several layers share.
+        convert: function that converts its tensors to ours, if renaming is not enough; ``None`` if it is.
+        has_own_heads: whether every decoder layer has its own heads, and the proposals' heads have names of their own.
     """
 
     marker: str
@@ -186,7 +187,7 @@ CONVERSIONS: dict[str, Conversion] = {
         ),
     ),
 }
-"""Name of a source -> its table; the only place to change for a new source."""
+"""Name of a source -> its table. To support a new source, it is enough to add a table here."""
 OTHERS = {
     "DAB-DETR": r"\.ref_anchor_head\.",
     "Conditional DETR": r"q(uery)?_?content_proj\.",
@@ -200,15 +201,16 @@ OTHERS = {
     "MMDetection": r"^bbox_head\.",
     "YOLO": r"^\d+\.(conv|cv\d)\.",
 }
-"""Unsupported architecture -> pattern of names that neither our models nor known sources have; the first match counts."""
+"""Unsupported architecture -> pattern of names that neither our models nor known sources have; the first match decides."""
 
 
 def convert_state_dict(state_dict: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
     """Rename weights of another project to our names.
 
-    Shapes do not change, so class heads keep all their rows, with two exceptions. ``q_proj``, ``k_proj`` and ``v_proj`` are joined
-    into one tensor. Class vectors for denoising beyond the rows of the class heads have no meaning and are left out. If all layers
-    of a Deformable-DETR share their heads, one pair is kept; the last pair, that of the proposals, moves to the queries.
+    Shapes stay the same, so class heads keep all their rows, with two exceptions: ``q_proj``, ``k_proj`` and ``v_proj`` are joined
+    into one tensor, and class vectors for denoising that no row of the class heads belongs to are left out. If all layers of a
+    Deformable-DETR share their heads, one pair is kept. The last pair of heads, if it is that of the proposals, gets names under
+    ``queries.``.
 
     Args:
         state_dict: tensors under the names of ``source``; none is changed.
@@ -226,8 +228,8 @@ def convert_state_dict(state_dict: Mapping[str, Tensor], source: str) -> dict[st
         raise UnknownNameError("weights source", source, CONVERSIONS)
     found = detect_source(state_dict)
     if found != source:
-        example = f"the first one is {next(iter(state_dict), 'missing')}" if found is None else f"they are the names of {found}"
-        raise WeightsError(f"the weights do not have the names of {source}: {example}")
+        example = f"the first tensor is {next(iter(state_dict), 'missing')}" if found is None else f"the names are those of {found}"
+        raise WeightsError(f"the weights do not have the tensor names of {source}: {example}")
     conversion = CONVERSIONS[source]
     if conversion.convert is not None:
         return conversion.convert(state_dict)
@@ -247,17 +249,18 @@ def detect_source(state_dict: Mapping[str, Tensor]) -> str | None:
     for architecture, marker in OTHERS.items():
         if name := next((name for name in state_dict if re.search(marker, name)), None):
             raise WeightsError(
-                f"weights of {architecture} (by the name {name}) are not supported; give weights of DETR, "
+                f"weights of {architecture} (recognised by the tensor {name}) are not supported; give weights of DETR, "
                 "Deformable-DETR, DAB-Deformable-DETR, DINO, RT-DETR or D-FINE"
             )
     found = [source for source, conversion in CONVERSIONS.items() if conversion.is_source_of(state_dict)]
     if len(found) > 1:
-        raise WeightsError(f"the weights mix the names of {' and '.join(found)}")
+        raise WeightsError(f"the weights mix the tensor names of {' and '.join(found)}")
     return found[0] if found else None
 
 
 def _rename_all(state_dict: Mapping[str, Tensor], renames: Renames) -> dict[str, Tensor]:
-    """Tensors by their new names. One tensor may have several old names, such as a head that the decoder also contains."""
+    """The tensors under their new names. A tensor may have had several old names, such as a head that the decoder also
+    contains."""
     renamed: dict[str, Tensor] = {}
     origins: dict[str, str] = {}
     for origin, tensor in state_dict.items():
@@ -296,7 +299,7 @@ def _number_extra_levels(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _cut_spare_labels(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Cut the spare vector of DINO's code, which creates one vector more than there are classes and never uses it."""
+    """Cut off the spare class vector of DINO's code, which creates one vector more than there are classes and never uses it."""
     head, labels = "class_embed.0.weight", "queries.denoising.label_enc.weight"
     if head in state_dict and labels in state_dict:
         return {**state_dict, labels: state_dict[labels][: len(state_dict[head])]}

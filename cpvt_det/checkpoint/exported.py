@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An exported file, ONNX or OpenVINO, in place of a checkpoint. It is called with a batch, like the model it was made from."""
+"""Exported files, ONNX or OpenVINO, in place of a checkpoint. They are called with a batch, like the model they were made from."""
 
 import functools
 import json
@@ -42,11 +42,12 @@ class Program(NamedTuple):
 
 
 class ExportedModel(nn.Module):
-    """An exported program that is called like its model. This module has no weights, and the program's answers are already decoded.
+    """An exported program that is called like the model it was made from. This module has no weights, and its outputs are already
+    decoded.
 
     Args:
         program: the program; its metadata contains ``stride`` and ``fixed``, the dimensions that may not change between calls.
-        origin: name of its file in messages.
+        origin: name of the program's file in messages.
     """
 
     def __init__(self, program: Program, origin: str):
@@ -61,21 +62,21 @@ class ExportedModel(nn.Module):
         return PaddedBatch.from_images([image.float() for image in images], self.size_divisibility)
 
     def forward(self, images: Tensor, padding_mask: Tensor) -> tuple[Tensor, ...]:
-        """Run the program; its answers are as in :meth:`cpvt_det.export.program.ExportModule.forward`.
+        """Run the program; its outputs are those of :meth:`cpvt_det.export.program.ExportModule.forward`.
 
         Args:
             images: (B, 3, H, W) float32 from 0 to 255.
             padding_mask: (B, H, W) bool, True = padded.
 
         Raises:
-            MapSizeError: images that are larger than the canvas of a program with a fixed size.
+            MapSizeError: images that are larger than a program's fixed canvas.
         """
         count, _, *sides = images.shape
         canvas = [self.fixed.get(name, side) for name, side in zip(("height", "width"), sides, strict=True)]
         if sides[0] > canvas[0] or sides[1] > canvas[1]:
             raise MapSizeError(
-                f"{self.origin} takes canvases of {canvas[0]}x{canvas[1]}, and these images need {sides[0]}x{sides[1]}; export it "
-                "with a larger --size, or set smaller images in INPUT"
+                f"{self.origin} has a fixed canvas of {canvas[0]}x{canvas[1]}, but these images need {sides[0]}x{sides[1]}; export "
+                "it again with a larger --size, or set a smaller image size in INPUT"
             )
         batch = self.fixed.get("batch", count)
         whole = -(-count // batch) * batch  # the last batch is filled with padding
@@ -129,8 +130,9 @@ def load_for_evaluation(cfg: CfgNode, classes: Classes) -> tuple[ExportedModel, 
     _require_fitting(cfg, stored, model.origin)
     if weights.classes.names != classes.names:
         raise WeightsError(
-            f"{model.origin} has other classes than the data, or in another order: {', '.join(weights.classes.names[:10])}, and "
-            f"{', '.join(classes.names[:10])}; evaluate the checkpoint, whose classes are chosen by name"
+            f"{model.origin} and the data have different classes, or list them in a different order: "
+            f"{', '.join(weights.classes.names[:10])} and {', '.join(classes.names[:10])}; evaluate the checkpoint instead, whose "
+            "classes are matched by name"
         )
     return model.eval(), weights.thresholds
 
@@ -182,9 +184,9 @@ def _open_onnx(path: str) -> Program:
 def openvino_core() -> Any:
     """The ``openvino.Core`` of this process.
 
-    Each core with a compiled model sets a stack for signals, and unmaps it when the core is destroyed. If a process uses two cores
-    one after the other (OpenVINO 2026.4), it is left with an unmapped stack. Ctrl-C or the end of a data worker then causes a
-    segmentation fault.
+    Each core with a compiled model sets an alternate stack for signal handlers, and unmaps it when the core is destroyed. With
+    OpenVINO 2026.4, a process that uses two cores one after the other is left with an unmapped stack, so that Ctrl-C or the end of
+    a data worker causes a segmentation fault.
     """
     import openvino
 
@@ -217,18 +219,20 @@ def _read(path: str | os.PathLike[str]) -> tuple[CfgNode, Weights, ExportedModel
         model = ExportedModel(program, origin)
     except (KeyError, TypeError, ValueError) as error:
         raise WeightsError(
-            f"{origin} is not a file of cpvt-det export, or is an older one: it lacks the config of its model; export it again"
+            f"{origin} was not written by cpvt-det export, or was written by an older version: it lacks the config of its model; "
+            "export it again"
         ) from error
     return config_of_weights(weights), weights, model
 
 
 def _require_fitting(cfg: CfgNode, stored: CfgNode, origin: str) -> None:
-    """Refuse a config whose model differs from the program's, and a GPU."""
+    """Refuse a config whose model differs from the program's or whose device is a GPU."""
     of_test = _differing(stored.TEST, cfg.TEST, "TEST", ("DETECTIONS_PER_IMAGE", "NMS"))
     differing = [*_differing(stored.MODEL, cfg.MODEL, "MODEL"), *of_test]
     if differing:
         raise ConfigError(
-            f"{origin} is an exported program, in which {differing[0]} is fixed; leave it as it is, or set it in cpvt-det export"
+            f"{origin} is an exported program, in which {differing[0]} is fixed; leave this key unchanged, or set it when you run "
+            "cpvt-det export"
         )
     if cfg.MODEL.DEVICE != "auto" and build_device(cfg).type != "cpu":
         raise ConfigError(f"{origin} is an exported program, which runs on the CPU here; leave out the device, or set it to cpu")

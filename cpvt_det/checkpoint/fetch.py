@@ -25,9 +25,10 @@ from cpvt_det.checkpoint.starts import STARTER, Place, Start, find_start, starts
 from cpvt_det.common.errors import WeightsError, first_line
 
 HOME = "CPVT_DET_WEIGHTS"
-"""Environment variable that names the folder for files that do not come from the hub, and for files that a user provides."""
+"""Environment variable that names the folder for files that do not come from the hub, and for files that users put there
+themselves."""
 TIMEOUT = 10.0
-"""Time in seconds to wait for a server that does not answer, the same as huggingface_hub's default."""
+"""Seconds to wait for an answer from a server, as in huggingface_hub's default."""
 FOLDER_FILES = ("config.json", CONFIG, WEIGHTS, f"{WEIGHTS}.sha256", CLASSES, THRESHOLDS)
 """The files of a repository that are fetched; no file of these kinds can run code."""
 EXPORTED = {".onnx": "onnx", ".xml": "openvino"}
@@ -57,17 +58,17 @@ def locate(word: str | os.PathLike[str]) -> Path:
         return path
     if REPOSITORY.fullmatch(text) and not path.parent.exists():
         return fetch_folder(text)
-    close = "".join(f", such as {name}" for name in difflib.get_close_matches(text, starts(), n=1))
-    raise WeightsError(f"no weights file {text}, and no name that cpvt-det weights lists{close}")
+    close = "".join(f" (did you mean {name}?)" for name in difflib.get_close_matches(text, starts(), n=1))
+    raise WeightsError(f"{text} is neither a weights file nor a name that cpvt-det weights lists{close}")
 
 
 def weights_folder() -> Path:
-    """The folder that :data:`HOME` names, or its default."""
+    """The folder that :data:`HOME` names, or else the default folder."""
     return Path(os.environ.get(HOME) or "~/.cache/cpvt_det/weights").expanduser()
 
 
 def path_of(start: Start, place: Place | None = None) -> Path:
-    """The path that is searched first for a file, no matter who put the file there."""
+    """The path that is searched first for a file, whether it was fetched or put there by a user."""
     return weights_folder() / start.name / ("model.pth" if place is None else place.file)
 
 
@@ -97,7 +98,9 @@ def fetch(start: Start) -> Path:
     if (found := find(start)) is not None:
         return found
     if not start.places:
-        raise WeightsError(f"{start.name} has no address to fetch it from: get it from {start.page} and put it at {path_of(start)}")
+        raise WeightsError(
+            f"{start.name} cannot be downloaded automatically: get it from {start.page} and put it at {path_of(start)}"
+        )
     reasons = []
     for place in start.places:
         try:
@@ -106,8 +109,8 @@ def fetch(start: Start) -> Path:
             reasons.append(f"{place.url}: {first_line(error)}")
     first = start.places[0]
     raise WeightsError(
-        f"cannot fetch {'; '.join(reasons)}. Without a network, bring {first.url} ({first.described}) from elsewhere and put it at "
-        f"{path_of(start, first)}; {HOME} names another folder"
+        f"cannot fetch {'; '.join(reasons)}. Without a network, download {first.url} ({first.described}) on another machine and "
+        f"put it at {path_of(start, first)}; the environment variable {HOME} sets another folder"
     )
 
 
@@ -129,13 +132,13 @@ def fetch_folder(repo_id: str, **options: Any) -> Path:
     with hub_errors(f"fetch {repo_id} from"):
         folder = Path(snapshot_download(repo_id, allow_patterns=list(FOLDER_FILES), **options))
     if not (folder / WEIGHTS).is_file():  # the folder does not even exist if no file was fetched
-        raise WeightsError(f"{repo_id} on Hugging Face's hub has no {WEIGHTS}: it is not a model known here")
+        raise WeightsError(f"{repo_id} on Hugging Face's hub has no {WEIGHTS}, so it is not a model that cpvt_det can read")
     return folder
 
 
 @contextlib.contextmanager
 def hub_errors(action: str) -> Iterator[None]:
-    """Turn any error of the hub's library into one line.
+    """Turn any error of the hub's library into a one-line error of ours.
 
     Raises:
         WeightsError: an error of the library or of its HTTP client, which differs between its major versions.
@@ -192,7 +195,7 @@ def _require_same(path: Path, place: Place) -> None:
     megabytes = path.stat().st_size / 1e6
     if not place.sha256 and place.megabytes and not 0.95 < megabytes / place.megabytes < 1.05:
         raise WeightsError(
-            f"{path} has {megabytes:.0f} MB, but that of {place.url} has {place.megabytes}; remove it, and try again"
+            f"{path} has {megabytes:.0f} MB, but the file at {place.url} has {place.megabytes} MB; remove it and try again"
         )
     if place.sha256 and sha256_of(path) != place.sha256:
-        raise WeightsError(f"{path} is not the file of {place.url}: its SHA-256 should be {place.sha256}; remove it, and try again")
+        raise WeightsError(f"{path} is not the file at {place.url}: its SHA-256 should be {place.sha256}; remove it and try again")

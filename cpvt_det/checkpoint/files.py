@@ -21,7 +21,8 @@ from cpvt_det.common.files import atomic_file
 UNPACKED = 10  # largest ratio of unpacked size to file size; weights hardly compress
 SLACK = 1 << 20  # bytes that are allowed in addition
 PREFIXES = ("module.", "model.", "net.", "detector.")
-"""Prefixes that wrappers put before all names of a model: torch's for several GPUs and averages, and common ones in Lightning."""
+"""Prefixes that wrappers put before all names of a model: those of torch's wrappers for several GPUs and for moving averages, and
+names that are common in Lightning modules."""
 INSIDE = re.compile(r"(^|(?<=\.))(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 """Parts that torch inserts anywhere in the names of compiled, sharded or checkpointed modules."""
 TRANSFORMERS = re.compile(r"model\.(encoder|decoder)\.")
@@ -206,7 +207,7 @@ def remove_checkpoint(path: Path) -> None:
 
 
 def _allowed_globals() -> list[Any]:
-    """Types that the restricted unpickler may build besides torch's own; numpy's functions also under their names from numpy 1."""
+    """Types that the restricted unpickler may build besides torch's own; numpy's functions also under numpy 1's module name."""
     makers = {maker.__name__: maker for maker in (np.float64(0).__reduce__()[0], np.zeros(0).__reduce__()[0])}
     named = [(maker, f"numpy.{core}.multiarray.{name}") for core in ("_core", "core") for name, maker in makers.items()]
     dtypes = {type(np.dtype(code)) for code in "?bhilqBHILQefd"}
@@ -221,7 +222,7 @@ def _why_unwritten(error: BaseException) -> str:
 
 
 def _why(error: Exception) -> str:
-    """One line for an error of torch, safetensors or the file system."""
+    """A one-line explanation of an error of torch, safetensors or the file system."""
     if isinstance(error, WeightsError):
         return str(error)
     if isinstance(error, PermissionError):

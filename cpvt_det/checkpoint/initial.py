@@ -36,7 +36,7 @@ def load_initial_weights(
 
     Raises:
         WeightsError: weights that cannot be read, belong to a different backbone, or differ from the model in shape (class heads
-            and queries may differ). In training also weights with a NaN or an infinity. In evaluation also missing weights, or
+            and queries may differ); in training also weights with a NaN or an infinity; in evaluation also no weights at all, or
             weights for only a part of the model.
     """
     backbone = cfg.MODEL.BACKBONE
@@ -45,7 +45,8 @@ def load_initial_weights(
         expected = "" if for_evaluation else cfg.MODEL.WEIGHTS_SHA256
         if expected and expected != sha256_of(weights.path):
             raise WeightsError(
-                f"{cfg.MODEL.WEIGHTS} is not the file of MODEL.WEIGHTS_SHA256 {expected}; give that one, or leave the key out"
+                f"{cfg.MODEL.WEIGHTS} does not have the SHA-256 in MODEL.WEIGHTS_SHA256, {expected}; give the file that does, or "
+                "leave the key out"
             )
         report = load_weights(detector, weights, classes.names)
         logger.info("%s: %s\n%s", cfg.MODEL.WEIGHTS, report, report.table())
@@ -54,13 +55,13 @@ def load_initial_weights(
         broken = "" if for_evaluation else not_finite(detector.state_dict())  # an evaluation refuses them itself
         if broken:
             raise WeightsError(
-                f"{cfg.MODEL.WEIGHTS} contains numbers that are not finite, in {broken}; training cannot start from it, "
-                "give other weights"
+                f"{cfg.MODEL.WEIGHTS} contains numbers that are not finite, in {broken}; training cannot start from it, so give "
+                "other weights"
             )
         if for_evaluation and report.is_partial and not allow_partial:
             raise WeightsError(
-                f"{cfg.MODEL.WEIGHTS} fits only a part of the config's model, and evaluation needs all of it: {report}; set the "
-                "keys of MODEL that it was trained with, or keep random values in the rest with --allow-partial"
+                f"{cfg.MODEL.WEIGHTS} fits only part of the config's model, but evaluation needs all of it: {report}; set the "
+                "MODEL keys to the values that it was trained with, or leave the rest random with --allow-partial"
             )
         return report.thresholds
     if for_evaluation:
@@ -68,11 +69,13 @@ def load_initial_weights(
     if backbone.WEIGHTS:
         load_backbone_weights(detector.backbone, backbone.WEIGHTS, backbone.NAME)
         mean, std = (", ".join(f"{value:g}" for value in part.flatten()) for part in (detector.pixel_mean, detector.pixel_std))
-        logger.info("Backbone weights: %s; pixels are normalised by mean %s, deviation %s", backbone.WEIGHTS, mean, std)
+        logger.info(
+            "Backbone weights: %s; pixels are normalised with mean %s and standard deviation %s", backbone.WEIGHTS, mean, std
+        )
     elif _starts_frozen(cfg):
         logger.warning(
-            "The backbone starts from random weights, and with MODEL.BACKBONE.NORM FrozenBN or FREEZE_AT > 0 a part of it is never "
-            "trained; set MODEL.BACKBONE.WEIGHTS, or to train from scratch set NORM BN and FREEZE_AT 0"
+            "The backbone starts from random weights, and with MODEL.BACKBONE.NORM FrozenBN or FREEZE_AT > 0 part of it is never "
+            "trained; set MODEL.BACKBONE.WEIGHTS or, to train from scratch, set NORM to BN and FREEZE_AT to 0"
         )
     return None
 
@@ -93,7 +96,7 @@ def _require_backbone(report: WeightsReport, cfg: CfgNode, detector: nn.Module) 
     if unexpected and 2 * len(missing) > len(own):
         source = f", under the names of {report.source}" if report.source else ""
         raise WeightsError(
-            f"{cfg.MODEL.WEIGHTS} has another backbone than MODEL.BACKBONE.NAME {cfg.MODEL.BACKBONE.NAME}{source}: it lacks "
+            f"{cfg.MODEL.WEIGHTS} has a different backbone from MODEL.BACKBONE.NAME {cfg.MODEL.BACKBONE.NAME}{source}: it lacks "
             f"{len(missing)} of {len(own)} tensors, such as {missing[0]}, and has {len(unexpected)} others, such as {unexpected[0]}"
         )
 
@@ -112,7 +115,7 @@ def require_shapes(report: WeightsReport, origin: str) -> None:
     for name, shapes in report.remade.items():
         if not any(pattern.search(name) for pattern in may_differ):
             raise WeightsError(
-                f"{origin} has other shapes than the config's model: {name} is {shapes}; "
-                "set the keys of MODEL that it was trained with"
-                + (", MODEL.BACKBONE.POSITION.GRID among them" if name.startswith("backbone.position.") else "")
+                f"{origin} has different shapes from the config's model: {name} is {shapes}; set the MODEL keys to the values that "
+                "it was trained with"
+                + (", including MODEL.BACKBONE.POSITION.GRID" if name.startswith("backbone.position.") else "")
             )

@@ -28,12 +28,12 @@ class WeightsReport:
 
     Attributes:
         loaded: names in the model that were loaded.
-        remade: name -> reason, for names in both whose tensors kept the model's initial values.
+        remade: name -> reason, for names that model and weights share but whose tensors kept the model's initial values.
         missing: names in the model only; these also kept the initial values.
         unexpected: names in the weights only.
         rows_by_name: row of the weights that was loaded for each class name; ``None`` for a class that kept its initial row. Empty
             if the classes agree.
-        near_names: class name of the weights that differs only in case, spaces or a plural, for a class name that was not found.
+        near_names: class name that was not found -> class name of the weights that differs only in case, spaces or a plural.
         first_row_only: names among ``loaded`` of which only row 0 was loaded. These are class heads of proposals whose row 0 means
             "an object"; the other rows stand for no class and were only trained to give low scores.
         first_queries: number of rows by name, for names among ``loaded`` of which only the first rows were loaded. These are query
@@ -79,12 +79,18 @@ class WeightsReport:
         rows += [("missing", name, "only in the model") for name, _ in _grouped((name, "") for name in self.missing)]
         rows += [("unexpected", name, "only in the weights") for name, _ in _grouped((name, "") for name in self.unexpected)]
         fresh = [name for name, row in self.rows_by_name.items() if row is None]
-        near = {name: f", but {known} is: the same?" for name, known in self.near_names.items()}
+        near = {name: f", but {known} is (the same class?)" for name, known in self.near_names.items()}
         rows += [("re-initialised", f"class {name}", f"not among the weights' classes{near.get(name, '')}") for name in fresh[:10]]
         rows += [("re-initialised", f"{len(fresh) - 10} more classes", "")] if len(fresh) > 10 else []
-        rows += [("row 0 loaded", name, "row 0 means an object, the other rows stand for no class") for name in self.first_row_only]
-        rows += [(f"{told} loaded", name, "queries have the order of their proposals") for name, told in self.first_queries.items()]
-        rows += [("not needed", name, "labels of denoising, which is a part of training") for name in self.training_only]
+        rows += [
+            ("row 0 loaded", name, "row 0 means an object, and the other rows do not stand for classes")
+            for name in self.first_row_only
+        ]
+        rows += [
+            (f"{told} loaded", name, "the queries are ordered as their proposals, best first")
+            for name, told in self.first_queries.items()
+        ]
+        rows += [("not needed", name, "class vectors for denoising, which happens only in training") for name in self.training_only]
         return tabulate(rows, ("", "name", "why")) if rows else "every tensor loaded"
 
 
@@ -141,8 +147,8 @@ def load_weights(
         theirs, ours = next(((name, name) for name in shared), (next(iter(read.state_dict), ""), next(iter(own), "")))
         example = f"{_described(read.state_dict, theirs)} in the weights, {_described(own, ours)} in the model"
         raise WeightsError(
-            f"{read.origin} has no tensor that fits the model ({example}); set the keys of MODEL that it was trained with, "
-            "or give the weights of this detector"
+            f"{read.origin} has no tensor that fits the model ({example}); set the MODEL keys to the values that it was trained "
+            "with, or give weights of this detector"
         )
     model.load_state_dict(chosen, strict=False)
     return report
@@ -153,7 +159,7 @@ def _described(state_dict: Mapping[str, Tensor], name: str) -> str:
 
 
 def _beside_pegs(state_dict: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename the tensors of an encoding if the model combines that encoding with a PEG: ``table`` in ``table+peg``."""
+    """Rename the tensors of an encoding if the model combines that encoding with a PEG, such as ``table`` in ``table+peg``."""
     beside = {name: POSITION.sub(r"\1position.additive.", name) for name in state_dict}
     return {beside[name] if name not in own and beside[name] in own else name: tensor for name, tensor in state_dict.items()}
 
@@ -188,7 +194,8 @@ def load_backbone_weights(backbone: nn.Module, weights: str, name: str) -> None:
 
 
 def _read_network(path: str) -> dict[str, Tensor]:
-    """The tensors of a file; for one of our models around a library's network, that network's tensors under the library's names."""
+    """The tensors of a file; if it contains a model of ours that wraps a library's network, that network's tensors under the
+    library's names."""
     state_dict = state_dict_of(read_checkpoint(path), path)
     return {name.removeprefix(BODY): tensor for name, tensor in state_dict.items() if name.startswith(BODY)} or state_dict
 
@@ -227,7 +234,8 @@ def _fit(
 ) -> Tensor | None:
     """The new value of the model's tensor ``own``; ``None`` if it must keep its value.
 
-    For heads with other classes, (K', ...) and (K'', ...), this is a copy of ``own`` with the rows that were found.
+    If the weights have other classes than the model, the heads (K', ...) of the weights and (K'', ...) of the model differ; the
+    result is then a copy of ``own`` with the rows that were found.
     """
     of_proposals = PROPOSALS_HEAD.search(name)
     if of_proposals and meaning == "both":
@@ -242,12 +250,13 @@ def _fit(
 
 def _why_remade(name: str, tensor: Tensor, own: Tensor, meaning: str) -> str:
     if PROPOSALS_HEAD.search(name) and meaning == "both":
-        return "rows are classes in either the weights or the model, and in the other, row 0 means an object"
+        return "the rows are classes in only one of weights and model; in the other, row 0 means an object"
     return f"{_shape(tensor)} in the weights, {_shape(own)} in the model"
 
 
 def _pick_rows(tensor: Tensor, own: Tensor, read: Weights, rows_by_name: Mapping[str, int | None]) -> Tensor | None:
-    """Pick rows by class name; ``None`` between softmax and sigmoid heads: only softmax logits are relative to "no object"."""
+    """Pick rows by class name; ``None`` if one head is for softmax and the other for sigmoid, because only softmax logits are
+    relative to "no object"."""
     background = len(own) - len(rows_by_name)
     pairs = [(here, there) for here, there in enumerate(rows_by_name.values()) if there is not None]
     if not pairs or background != len(tensor) - len(read.classes) or tensor.shape[1:] != own.shape[1:]:
@@ -270,6 +279,6 @@ def _shape(tensor: Tensor) -> str:
 
 
 def _grouped(named: Any) -> list[tuple[str, str]]:
-    """Group (name, reason) pairs: numbers in names become stars, and each pair occurs once, with its count."""
+    """Group (name, reason) pairs: numbers in names become stars, and each resulting pair is listed once, with its count."""
     counts = Counter((re.sub(r"\.\d+(?=\.)", ".*", name), reason) for name, reason in named)
     return [(f"{name} ({count})" if count > 1 else name, reason) for (name, reason), count in counts.items()]

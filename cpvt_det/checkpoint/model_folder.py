@@ -85,4 +85,6 @@ def read_node(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return found
     except (OSError, ValueError, RecursionError) as error:
-        raise WeightsError(f"cannot read {folder / THRESHOLDS}: {first_line(error)}; remove it to use none") from error
+        raise WeightsError(
+            f"cannot read {folder / THRESHOLDS}: {first_line(error)}; remove the file to use no stored thresholds"
+        ) from error

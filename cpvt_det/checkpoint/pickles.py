@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pickles of arrays, as in detectron2's model zoo, read without running code from the file.
 
-A pickle names functions and calls them. Here, the few names that arrays need stand for functions of this module that only store
-their arguments, and every other name is refused. This module creates the arrays afterwards, and their size is limited by the size
-of the file. All operations are checked before unpickling, because some of them can make Python allocate any amount of memory.
+Unpickling calls functions that the pickle names. Here, the few names that arrays need are mapped to functions of this module that
+only store their arguments, and every other name is refused. This module creates the arrays afterwards, and their size is limited
+by the size of the file. All operations are checked before unpickling, because some of them can make Python allocate any amount of
+memory.
 """
 
 import pickle
@@ -139,7 +140,7 @@ def read_pickle(path: Path) -> Any:
 
 
 def _look_through(file: BinaryIO, size: int) -> None:
-    """Refuse allocations far beyond the file's size. Python reserves a slot for every index up to the largest in the file."""
+    """Refuse a pickle that would allocate far more than the file's size: Python reserves slots up to the largest index in it."""
     for operation, argument, _ in pickletools.genops(file):
         if operation.name in ASKING and argument > size:
             raise WeightsError(f"refused, because it asks for {TOO_LITTLE}: {argument} {ASKING[operation.name]}")

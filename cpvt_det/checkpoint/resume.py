@@ -22,7 +22,7 @@ FINAL = "model_final"
 NUMBERED = re.compile(r"^model_(\d{7,})$")
 RUN_ID, TAG = "run_id", "last_checkpoint"
 SEEN = 60.0
-"""Time in seconds after which every machine sees a new file in a shared folder."""
+"""Seconds within which a new file in a shared folder should be visible on every machine."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def choose_of_run(folder: str | Path, run_id: str) -> tuple[Path, dict[str, Any]
 
 
 def wait_for(path: Path) -> tuple[Path, dict[str, Any]]:
-    """The checkpoint that another machine has found under this path, and its content.
+    """Wait for the checkpoint that process 0 has found at this path; return the path and the content.
 
     Raises:
         WeightsError: a checkpoint that does not appear in time, or is damaged.

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Public weights by name: place and content of each file, and the config it belongs to. The table is ``configs/_starts.yaml``."""
+"""Public weights by name: addresses and hashes of the files, and the configs they belong to. The table is
+``configs/_starts.yaml``."""
 
 import os
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ from cpvt_det.config import config_root
 
 TABLE = "_starts.yaml"
 STARTER = "starter_lite0"
-"""Name of the detector that comes with the package. It is small, for a CPU, and was trained on various photographs, not on COCO."""
+"""Name of the detector that comes with the package. It is small enough for a CPU, and was trained on various photographs, not on
+COCO."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,8 @@ class Place:
 
     Attributes:
         where: URL, or ``owner/name@revision/file`` on Hugging Face's hub.
-        sha256: hash of this file; empty if none was published. A file in a different format or on a mirror has a different hash.
+        sha256: hash of this file; empty if none was published. A copy in a different format or on a mirror may have a different
+            hash.
         megabytes: size of this file, rounded; 0 if it is unknown.
     """
 
@@ -45,7 +48,7 @@ class Place:
 
     @property
     def url(self) -> str:
-        """Address for a browser."""
+        """Address to open in a browser."""
         endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
         return self.where if self.hub is None else "{}/{}/resolve/{}/{}".format(endpoint, *self.hub)
 
@@ -70,7 +73,7 @@ class Start:
         licence: licence of the weights, as the publisher states it.
         source: source of the names, a key of ``CONVERSIONS``.
         places: addresses of the file and of its copies; empty if it must be downloaded by hand from ``page``.
-        page: page with the file, if the file has no address.
+        page: page from which to download the file by hand, if it has no address.
     """
 
     name: str
@@ -97,5 +100,5 @@ def starts() -> dict[str, Start]:
 
 
 def find_start(word: str | os.PathLike[str]) -> Start | None:
-    """The public weights of a name; ``None`` for other words, and if a file or a folder has this name."""
+    """Return the public weights with this name; ``None`` if there are none, or if a file or folder with that name exists."""
     return None if Path(word).expanduser().exists() else starts().get(os.fspath(word))

@@ -17,7 +17,7 @@ from cpvt_det.models import Classifier
 from cpvt_det.models.backbones.contract import load_all
 
 Teacher = Callable[[Tensor], Tensor]
-"""(B, 3, h, w) float, RGB from 0 to 255 -> (B,) int64 in [0, K), the best class of each image."""
+"""(B, 3, h, w) float, RGB from 0 to 255 -> (B,) int64 in [0, K), the class with the highest score for each image."""
 
 
 def load_teacher(cfg: CfgNode, classes: Classes) -> Teacher:
@@ -72,15 +72,15 @@ def _timm_teacher(name: str, weights: str, num_classes: int, size: int, device: 
     except Exception as error:  # errors of timm and its download have no common base
         raise WeightsError(f"MODEL.CLASSIFIER.TEACHER timm/{name} with weights {weights}: {first_line(error)}") from error
     if model.num_classes != num_classes:
-        raise WeightsError(f"MODEL.CLASSIFIER.TEACHER timm/{name} has {model.num_classes} classes, the data have {num_classes}")
+        raise WeightsError(f"MODEL.CLASSIFIER.TEACHER timm/{name} has {model.num_classes} classes, but the data have {num_classes}")
     model = model.to(device).eval().requires_grad_(False)
     try:
         with torch.no_grad():
             model(torch.zeros(1, 3, size, size, device=device))
     except Exception as error:  # an assertion in most networks
         raise WeightsError(
-            f"MODEL.CLASSIFIER.TEACHER timm/{name} does not take images of INPUT.CLASSIFY.SIZE {size}: {first_line(error)}; set "
-            f"the size to {model.pretrained_cfg['input_size'][-1]}, or take a network of any size"
+            f"MODEL.CLASSIFIER.TEACHER timm/{name} does not accept images of INPUT.CLASSIFY.SIZE {size}: {first_line(error)}; set "
+            f"the size to {model.pretrained_cfg['input_size'][-1]}, or choose a network that accepts any size"
         ) from error
     mean, std = (255 * torch.tensor(model.pretrained_cfg[key], device=device)[:, None, None] for key in ("mean", "std"))
     return torch.no_grad()(lambda images: model((images - mean) / std).argmax(-1))

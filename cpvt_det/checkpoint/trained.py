@@ -61,7 +61,7 @@ def load_trained(
     Args:
         path: any weights that ``MODEL.WEIGHTS`` accepts.
         device: device of the detector; ``None`` for a CUDA GPU if torch finds one, else the CPU.
-        config_file: config that replaces the checkpoint's own. Weights without either config are refused.
+        config_file: config that replaces the checkpoint's own. Weights that contain no config are refused if none is given.
         overrides: KEY VALUE words that change the config.
 
     Raises:
@@ -87,7 +87,7 @@ def load_trained(
     require_shapes(report, str(path))
     if report.is_partial:
         raise WeightsError(
-            f"{path} fits only a part of the config's model: {report}; set the keys of MODEL that it was trained with"
+            f"{path} fits only part of the config's model: {report}; set the MODEL keys to the values that it was trained with"
         )
     return Trained(cfg, detector.to(target).eval(), weights.classes, weights.thresholds)
 
@@ -101,7 +101,7 @@ def config_of_weights(weights: Weights) -> CfgNode:
     if weights.config is None:
         origin = "" if weights.source is None else f"comes from another project ({weights.source}) and "
         raise WeightsError(
-            f"{weights.origin} {origin}contains no config; give its config with --config-file, for example "
+            f"{weights.origin} {origin}contains no config; give one with --config-file, for example "
             "--config-file coco/detr_r50_sine_50ep.yaml"
         )
     cfg, source = get_cfg(), f"the config in {weights.origin}"
@@ -112,8 +112,8 @@ def config_of_weights(weights: Weights) -> CfgNode:
         merge_checked(cfg, stored, source)
     except UnknownNameError as error:
         raise WeightsError(
-            f"{error}; the config may belong to another version, or to detectron2, whose DefaultPredictor reads it; "
-            "--config-file replaces it"
+            f"{error}; the config may be from another version, or for detectron2 (use its DefaultPredictor then); --config-file "
+            "replaces it"
         ) from error
     return cfg
 

@@ -22,10 +22,11 @@ from cpvt_det.evaluation.thresholds import Thresholds
 
 CLASS_HEAD = re.compile(r"^(class_embed\.(\d+\.)?|distilled_embed\.)(weight|bias)$")
 PROPOSALS_HEAD = re.compile(r"^queries\.class_embed\.(weight|bias)$")
-"""With ``MODEL.QUERIES.CLASS_PROPOSALS``, its rows are classes. Otherwise, row 0 means "an object", and the others no class."""
+"""Class head of the proposals. With ``MODEL.QUERIES.CLASS_PROPOSALS``, its rows are classes; otherwise, row 0 means "an object",
+and the other rows have no meaning."""
 DENOISING_LABELS = re.compile(r"^queries\.denoising\.label_enc\.weight$")
 HF_BACKGROUND_ROWS = {"hf_detr": 1, "hf_deformable_detr": 0, "hf_rt_detr": 0, "hf_d_fine": 0}
-"""Rows of a class head beyond the labels in its config.json."""
+"""Source -> number of rows in its class heads beyond the labels in config.json."""
 OF_80_ROWS = ("detrex_deformable_detr", "rt_detr", "hf_rt_detr", "hf_d_fine")
 """Sources whose class heads of 80 rows have COCO's classes in the order of their ids."""
 FOLDER_FILES = ("model.safetensors", "pytorch_model.bin", "model_best.pth")
@@ -40,8 +41,8 @@ class Weights:
         classes: one class per row of a class head, without the row "no object"; ``None`` if the classes are unknown.
         source: source of the weights' original names, a key of ``CONVERSIONS``; ``None`` for our names.
         origin: name of the weights in messages.
-        config: config of the model that the weights were trained in, as YAML. For other projects' weights it is derived from names
-            and shapes. ``None`` if it is unknown.
+        config: config with which the weights were trained, as YAML. For other projects' weights it is derived from names and
+            shapes. ``None`` if it is unknown.
         thresholds: score thresholds of the weights' last evaluation; ``None`` if they were not stored.
         class_proposals: whether the rows of the proposals' class head are classes; ``None`` if it is unknown.
         path: file that the weights were read from; ``None`` if they did not come from a file.
@@ -80,7 +81,7 @@ def read_weights(weights: str | Path | Mapping[str, Any], source: str = "auto") 
         ids in heads of 91 or 92 rows, and the 80 rows of detrex are in the order of the ids.
 
     Raises:
-        WeightsError: weights that cannot be read, or parts of them that contradict each other.
+        WeightsError: weights that cannot be read, or whose parts contradict each other.
         UnknownNameError: an unknown source.
     """
     if isinstance(weights, Mapping):
@@ -89,7 +90,8 @@ def read_weights(weights: str | Path | Mapping[str, Any], source: str = "auto") 
         path, start = _file_of(locate(weights)), find_start(weights)
         if path.suffix in EXPORTED:
             raise WeightsError(
-                f"{weights} is an exported program, which predict and eval run; here give the checkpoint that it was exported from"
+                f"{weights} is an exported program, which works in predict and eval; here, give the checkpoint that it was "
+                "exported from"
             )
         origin, checkpoint = str(weights), read_checkpoint(path)
     state_dict = state_dict_of(checkpoint, origin)
@@ -133,7 +135,7 @@ def _file_of(path: Path) -> Path:
         if (path / name).is_file():
             return path / name
     run = sorted(file.name for file in path.glob("model_*.pth"))
-    advice = f"; it is the folder of a run, give one of its files: {', '.join(run[:5])}" if run else "; give a file of weights"
+    advice = f"; it is the folder of a run, so give one of its files: {', '.join(run[:5])}" if run else "; give a file of weights"
     raise WeightsError(f"the folder {path} contains neither {' nor '.join(FOLDER_FILES)}{advice}")
 
 

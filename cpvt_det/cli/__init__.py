@@ -19,20 +19,20 @@ from cpvt_det.common.memory import quick_imports
 from cpvt_det.common.registry import import_modules
 
 COMMANDS = {
-    "analyze": "Count parameters, operations, time and memory by part.",
+    "analyze": "Show parameters, operations, time and memory, by part of the model.",
     "check-data": "Find faults in a folder of images and annotations, or in the data sets of a config.",
     "compare": "Draw the curves of several runs in one picture.",
     "configs": "List the configs of the package.",
-    "convert-weights": "Convert DETR weights of other projects.",
+    "convert-weights": "Convert DETR weights from other projects.",
     "eval": "Evaluate weights on a data set.",
     "export": "Convert weights to ONNX, OpenVINO or a torch.export program.",
-    "pack": "Write the images of a data set into tar files.",
-    "predict": "Detect objects in images, or classify them: pictures and JSON.",
-    "serve": "Look at detections in the browser.",
+    "pack": "Pack the images of a data set into tar files.",
+    "predict": "Detect objects in images, or classify images; write pictures and JSON.",
+    "serve": "View detections in the browser.",
     "shapes": "Draw the shapes data set, in COCO format.",
     "show": "Draw attention, position encodings, or the model's input.",
-    "train": "Train a detector or a classifier, on a folder or by a config, and evaluate it.",
-    "weights": "List public weights by name, and which are on this machine.",
+    "train": "Train a detector or a classifier on a folder or with a config, and evaluate it.",
+    "weights": "List public weights, and show which are on this machine.",
 }
 
 

@@ -22,7 +22,10 @@ CLASSES = 80  # number of classes if the config takes it from the data
 @config_options
 @click.option("--sizes", default="480,640,800,1333", show_default=True, help="Image sizes: sides of squares, or HEIGHTxWIDTH.")
 @click.option(
-    "--parts", default="", metavar="NAMES", help="Parts to count instead of the standard ones: encoder.layers.0,encoder.layers.1"
+    "--parts",
+    default="",
+    metavar="NAMES",
+    help="Parts to measure instead of the standard ones, such as encoder.layers.0,encoder.layers.1.",
 )
 def analyze(config_file: str, runner: str, overrides: tuple[str, ...], sizes: str, parts: str) -> None:
     """Count the parameters and operations of a config's detector in inference; KEY VALUE pairs override the config.

@@ -25,8 +25,8 @@ NEARLY_THE_SAME = "validation images that are nearly the same as a training imag
 @click.command(context_settings=RUN_CONTEXT)
 @partial(config_options, takes_folder=True)
 @folder_options
-@click.option("--decode", is_flag=True, help="Also decode every image, to find damage behind the header.")
-@click.option("--all", "every", is_flag=True, help=f"List every place, not only the first {EXAMPLES} of each kind.")
+@click.option("--decode", is_flag=True, help="Also decode every image, to find damage after the header.")
+@click.option("--all", "every", is_flag=True, help=f"List every occurrence, not only the first {EXAMPLES} of each kind.")
 def check_data(
     config_file: str,
     decode: bool,
@@ -87,11 +87,12 @@ def _look_at_split(data: CheckedData) -> None:
         refuse_overlap(data.train[0], data.tests[0])
     except DataError as error:
         data.issues.append(Issues())
-        data.issues[-1].add_error("a split that overlaps", str(error))
+        data.issues[-1].add_error("splits that overlap", str(error))
 
 
 def _note_near_duplicates(data: CheckedData, examples: float) -> None:
-    """Report validation images that are nearly the same as training images; a set used for both is compared with others only."""
+    """Report validation images that are nearly the same as training images; a set that is used for both is compared only with the
+    other sets."""
     issues = Issues("", examples)
     data.issues.append(issues)
     trained = [dataset for dataset in data.train if dataset.name not in {test.name for test in data.tests}]

@@ -16,7 +16,7 @@ from cpvt_det.common.errors import RunStoppedError, WeightsError, first_line
 @click.argument("source_path", metavar="INPUT", type=click.Path(path_type=Path))
 @click.argument("output", type=click.Path(path_type=Path, dir_okay=False))
 @click.option(
-    "--source", type=click.Choice(["auto", *CONVERSIONS]), default="auto", show_default=True, help="Project that INPUT is from."
+    "--source", type=click.Choice(["auto", *CONVERSIONS]), default="auto", show_default=True, help="Project that INPUT comes from."
 )
 @common_options
 def convert_weights(source_path: Path, output: Path, source: str) -> None:

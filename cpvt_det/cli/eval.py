@@ -56,7 +56,7 @@ def eval(
 
     at = _sizes(sizes)
     if at and report:
-        raise BadInputError("--report is for one size: leave out --sizes, and set the size in INPUT")
+        raise BadInputError("--report works with one size only: leave out --sizes, and set the size in INPUT")
     overrides = (*overrides, *tiles_overrides(tiles, overlap), "MODEL.WEIGHTS", weights)
     overrides += ("TEST.REPORT", "True") if report else ()
     with tempfile.TemporaryDirectory() as folder:

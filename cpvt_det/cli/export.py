@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``cpvt-det export``: weights -> a file that runs without this package, written only if its answers agree with the model's."""
+"""``cpvt-det export``: turn weights into a file that runs without this package, written only if its outputs agree with the
+model's."""
 
 import itertools
 import os
@@ -56,7 +57,10 @@ CALIBRATION, FEWEST = 100, 8  # number of images to measure the ranges of activa
 @click.option("--half", is_flag=True, help="Compute matrix products and convolutions in float16; OpenVINO: weights in float16.")
 @click.option("--int8", is_flag=True, help="Compute convolutions and linear layers in int8, calibrated on training images.")
 @click.option(
-    "--max-loss", type=float, metavar="AP", help="Evaluate model and file; refuse a larger loss than this.  [with --int8: 1]"
+    "--max-loss",
+    type=float,
+    metavar="AP",
+    help="Evaluate the model and the file, and refuse the file if it loses more than this.  [with --int8: 1]",
 )
 @click.option("--config-file", default="", metavar="FILE", help="Config for weights that do not contain one.")
 @common_options
@@ -101,7 +105,9 @@ def export(
     postprocess = builders.build_decoder(trained.cfg)
     module = program.ExportModule(program.prepare(detector, sampling), postprocess, half and format != "openvino")
     if names:
-        click.echo(f"tracing a program of any {', '.join(names)}: this may take some minutes (--dynamic none is quicker)", err=True)
+        click.echo(
+            f"tracing a program for any {', '.join(names)}: this may take several minutes (--dynamic none is faster)", err=True
+        )
     fixed = {name: side for name, side in vars(canvas).items() if name not in names}
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as folder:
         path = Path(folder) / output.name
@@ -122,7 +128,7 @@ def export(
 
 
 def _require_measurable(output: Path, format: str, int8: bool, half: bool, max_loss: float | None) -> None:
-    """Refuse impossible options of int8 and of the evaluation before anything is computed."""
+    """Refuse options for int8 and for the evaluation that cannot be used, before anything is computed."""
     if int8:
         require_int8(format)
     if int8 and half:
@@ -130,11 +136,13 @@ def _require_measurable(output: Path, format: str, int8: bool, half: bool, max_l
     if max_loss is not None and not max_loss >= 0:
         raise BadInputError(f"--max-loss must be 0 or more, got {max_loss:g}")
     if (int8 or max_loss is not None) and not is_exported(output):
-        raise BadInputError(f"--output {output}: with --int8 or --max-loss its name must end in .onnx or .xml, to be evaluated")
+        raise BadInputError(
+            f"--output {output}: with --int8 or --max-loss, its name must end in .onnx or .xml, so that it can be evaluated"
+        )
 
 
 def _calibration_images(trained: Trained) -> Iterator[Tensor]:
-    """Training images, spread over the data and prepared as in evaluation.
+    """Training images, taken evenly from the data and prepared as in evaluation.
 
     Raises:
         BadInputError: too few images, or a data set with different classes.
@@ -144,14 +152,14 @@ def _calibration_images(trained: Trained) -> Iterator[Tensor]:
     require_same_classes(trained.classes, datasets[0].classes, "the weights and DATASETS.TRAIN")
     records = task.training_records(datasets)
     if len(records) < FEWEST:
-        raise BadInputError(f"--int8 needs at least {FEWEST} images to calibrate on; DATASETS.TRAIN has {len(records)}")
+        raise BadInputError(f"--int8 needs at least {FEWEST} images for calibration, but DATASETS.TRAIN has {len(records)}")
     spread = replace(datasets[0], records=records[:: max(1, len(records) // CALIBRATION)])
     samples = itertools.chain.from_iterable(task.build_test_loader(spread))
     return (sample["image"] for sample in itertools.islice(samples, CALIBRATION))
 
 
 def _report_loss(trained: Trained, tests: list[CocoDataset], path: Path, max_loss: float) -> None:
-    """Evaluate the model and its file, and refuse a file that loses more than ``max_loss`` AP."""
+    """Evaluate the model and the exported file, and refuse a file that loses more than ``max_loss`` AP."""
     task = build_task(trained.cfg)
     cfg = trained.cfg.clone()
     cfg.MODEL.WEIGHTS = str(path)
@@ -167,7 +175,8 @@ def _report_loss(trained: Trained, tests: list[CocoDataset], path: Path, max_los
     lost = found[0][1] - found[1][1]
     if not lost <= max_loss:  # written so that NaN fails too
         raise RunStoppedError(
-            f"the exported program loses {lost:.2f} {task.main_figure}, --max-loss allows {max_loss:g}; no file was written"
+            f"the exported program loses {lost:.2f} {task.main_figure}, but --max-loss allows only {max_loss:g}; no file was "
+            "written"
         )
 
 
@@ -180,7 +189,9 @@ def _open(path: Path, format: str) -> Run:
 
 def _require_place(output: Path, format: str) -> None:
     if format == "openvino" and output.suffix != ".xml":
-        raise BadInputError(f"--output {output}: the name of an OpenVINO file ends in .xml; its weights are beside it, in a .bin")
+        raise BadInputError(
+            f"--output {output}: the name of an OpenVINO file must end in .xml; its weights are stored beside it, in a .bin file"
+        )
     if not output.parent.is_dir():
         raise BadInputError(f"--output {output}: the folder {output.parent} does not exist; create it first")
     if not os.access(output.parent, os.W_OK):
@@ -222,7 +233,7 @@ def _whole_strides(size: Size, detector: ImageModel) -> Size:
         raise BadInputError(f"--size {given}: sides must be multiples of the model's stride {stride}; use {whole}")
     if largest is not None and max(size) > largest * stride:
         raise BadInputError(
-            f"--size {given}: the model's learned encoding ends at {largest * stride} pixels (MODEL.POSITION.TABLE_SIZE)"
+            f"--size {given}: the model's learned encoding covers only {largest * stride} pixels (MODEL.POSITION.TABLE_SIZE)"
         )
     return size
 
@@ -260,6 +271,6 @@ def _report(rows: list[check.Comparison], tolerance: float) -> None:
     boxes, scores = max(row.boxes or 0.0 for row in rows), max(row.scores for row in rows)
     if max(boxes, scores) > tolerance:
         raise RunStoppedError(
-            f"the exported program differs from the model: boxes by up to {boxes:.1e}, scores by up to {scores:.1e}, "
+            f"the exported program differs from the model: boxes by up to {boxes:.1e}, scores by up to {scores:.1e}, but only "
             f"{tolerance:.0e} is allowed; no file was written"
         )

@@ -31,7 +31,8 @@ CHOSEN_FOR = "Chosen by cpvt-det train "
 LAST = "last_checkpoint"
 """File that a run writes with its first checkpoint."""
 ENOUGH = 10**6
-"""Number of queries while the data are checked. The final number is chosen later, from the number of objects per image."""
+"""Number of queries to assume while the data are checked. The real number is chosen later, from the number of objects per
+image."""
 FEW = 5
 """Number of validation images below which a note is printed."""
 MOST_CLASSES = 30
@@ -91,23 +92,23 @@ def choose_run(
         The path of that file, and the KEY VALUE words that are not in it. With ``resume``, the file is that of the previous run.
 
     Raises:
-        BadInputError: data or settings that cannot be used; a call from one of several processes.
+        BadInputError: data or settings that cannot be used; several processes that each call this.
     """
     if is_of_torchrun() or variables_of_group(os.environ):
-        raise BadInputError("each of the processes would choose for itself; use --num-gpus, or --config-file with a chosen.yaml")
+        raise BadInputError("each process would choose its own settings; use --num-gpus, or --config-file with a chosen.yaml")
     typed = dict(zip(overrides[::2], overrides[1::2], strict=False))
     output = typed.get("OUTPUT_DIR") or _output_of(folder, resume)
     path = Path(output).expanduser() / CHOSEN
     if resume and path.is_file():
         if not _is_for(folder, path):
             raise ConfigError(
-                f"--resume: there is no run on {folder} to continue, and {path} belongs to other data; leave --resume out for a "
-                f"new run, or continue that one by --config-file {path}"
+                f"--resume: there is no run on {folder} to continue, and {path} belongs to other data; leave out --resume for a "
+                f"new run, or continue that one with --config-file {path}"
             )
         if budget or data_format or new_split or start:
             raise ConfigError(
-                f"--resume uses the data and the length of {path}: leave out --budget, --format, --new-split and --start; "
-                "a larger SOLVER.EPOCHS trains longer"
+                f"--resume takes the data and the length of the run from {path}: leave out --budget, --format, --new-split and "
+                "--start; to train longer, set a larger SOLVER.EPOCHS"
             )
         return str(path), tuple(overrides)
     _require_outside(path.parent, folder)
@@ -129,7 +130,7 @@ def choose_run(
 
     if "MODEL.WEIGHTS" in typed:
         if start is not None:
-            raise ConfigError("--start and MODEL.WEIGHTS name the same thing: leave one out")
+            raise ConfigError("--start and MODEL.WEIGHTS set the same thing: leave one out")
         start = typed["MODEL.WEIGHTS"] or "none"
     opened = choose_start(start, machine.device, list(typed), tell)  # first, because it may need to be fetched
     cfg, datasets, found = _read(folder, path.parent / "data", overrides, data_format, new_split)
@@ -147,7 +148,7 @@ def choose_run(
     processes = "" if num_gpus is None else f" --num-gpus {num_gpus}"  # the processes share the batch
     again = f"cpvt-det train{import_words()}{processes} --config-file {shlex.quote(str(path))}"
     again += f" OUTPUT_DIR {shlex.quote(f'{output}_again')}"
-    header = [f"{CHOSEN_FOR}{folder.resolve()}", f"The same run again, from {Path.cwd()}: {again}", *lines]
+    header = [f"{CHOSEN_FOR}{folder.resolve()}", f"To repeat this run from {Path.cwd()}: {again}", *lines]
     with output_errors(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(path) as file:
@@ -162,7 +163,7 @@ def _output_of(folder: Path, resume: bool) -> str:
 
     Args:
         folder: folder of the data.
-        resume: whether to return the last output folder in which a run on this folder was started.
+        resume: whether to return the output folder of the last run on this folder.
     """
     from cpvt_det.training.setup import is_in_use
 
@@ -176,7 +177,7 @@ def _output_of(folder: Path, resume: bool) -> str:
     else:
         without_checkpoint = [one for one in ours if not Path(one, LAST).is_file() and not is_in_use(Path(one))]
         output = without_checkpoint[0] if without_checkpoint else next(one for one in outputs if one not in begun)
-        said = f"{first} already has a run: this one goes to {output}; --resume continues the last one"
+        said = f"{first} already has a run, so this one goes to {output}; --resume continues the last one"
     if output != first:
         click.echo(said)
     return output
@@ -210,10 +211,10 @@ def _read(
     data = check_datasets(cfg)
     require_no_errors(data.issues, cfg.DATASETS.ON_BAD)
     if not data.tests:
-        raise ConfigError("DATASETS.TEST is empty: a run on a folder is evaluated on a validation set; leave the key out")
+        raise ConfigError("DATASETS.TEST is empty, but a run on a folder is evaluated on a validation set; leave the key out")
     datasets = [data.train[0], data.tests[0]]
     refuse_overlap(*datasets)
-    written = [f"which images are where: {', '.join(found.written)}"] if found.written else []
+    written = [f"images of each split are listed in {', '.join(found.written)}"] if found.written else []
     return cfg, datasets, [*found.notes, *written, *describe_classes(*datasets)]
 
 
@@ -224,7 +225,7 @@ def folder_config(
 
     Args:
         folder, data_format, new_split: as in ``train``.
-        output: folder for the files of a split, if one must be drawn.
+        output: folder for the files of a split into training and validation images, if one must be made.
         overrides: KEY VALUE words.
 
     Raises:
@@ -242,12 +243,12 @@ def folder_config(
 
 
 def describe_classes(train: "CocoDataset", val: "CocoDataset") -> list[str]:
-    """A table of the boxes of each class, and notes if a split lacks a class or there are few validation images."""
+    """A table with the number of boxes of each class, and notes if a split lacks a class or there are few validation images."""
     from cpvt_det.data.folders.prepare import count_classes
 
     rows, notes = count_classes({"train": train, "val": val})
     if len(val.records) < FEW:
-        notes.append(f"with so few images to validate on ({len(val.records)}) the figures of two runs can hardly be compared")
+        notes.append(f"with so few validation images ({len(val.records)}), the figures of two runs can hardly be compared")
     if len(rows) > MOST_CLASSES:
         return notes
     return [*tabulate(rows, ("class", "train", "val"), tablefmt="plain").splitlines(), *notes]
@@ -262,6 +263,6 @@ def _require_outside(output: Path, folder: Path) -> None:
     inside, around = output.resolve(), folder.resolve()
     if inside == around or around in inside.parents:
         raise ConfigError(
-            f"OUTPUT_DIR {output} is inside {folder}, into which nothing is written; call the command from another folder, or add "
+            f"OUTPUT_DIR {output} is inside {folder}, where nothing may be written; run the command from another folder, or add "
             f"OUTPUT_DIR {around.parent / 'output' / around.name}"
         )

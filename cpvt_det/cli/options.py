@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def config_options(command: Callable, takes_folder: bool = False) -> Callable:
-    """Add the options of these commands."""
+    """Add the options that these commands share."""
     options = (
         config_file_option(required=not takes_folder),
         click.option("--runner", type=click.Choice(RUNNERS), default="auto", help="detectron2: also use parts registered there."),

@@ -39,7 +39,11 @@ from cpvt_det.predict.films import FilmReader, is_film
 @click.option("--device", help="cpu, cuda, cuda:1.  [default: a GPU if there is one]")
 @click.option("--config-file", default="", metavar="FILE", help="Config to use instead of the one in WEIGHTS, or if it has none.")
 @click.option(
-    "--on-bad", type=click.Choice(POLICIES), default="error", show_default=True, help="Unreadable images: stop, or skip them."
+    "--on-bad",
+    type=click.Choice(POLICIES),
+    default="error",
+    show_default=True,
+    help="Whether to stop at unreadable images or skip them.",
 )
 @click.option("--every", default=1, show_default=True, metavar="N", help="For films: use only every N-th frame.")
 @click.option("--track", is_flag=True, help="For films: give objects ids that stay the same from frame to frame.")
@@ -85,7 +89,8 @@ def predict(
     paths, unreadable = ([], []) if filmed else find_files(source, output)
     if unreadable:
         click.echo(
-            f"left out: {counted(len(unreadable), 'image')} that cannot be read here, convert to JPEG or PNG: {few(unreadable)}",
+            f"left out: {counted(len(unreadable), 'image')} that cannot be read here; convert them to JPEG or PNG: "
+            f"{few(unreadable)}",
             err=True,
         )
     trained = load_model(weights, device, config_file, (*overrides, *tiles_overrides(tiles, overlap)))
@@ -93,7 +98,7 @@ def predict(
     if classifies and threshold is not None:
         raise BadInputError(f"--threshold is for detections, and {weights} is a classifier; leave it out")
     if classifies and filmed:
-        raise BadInputError(f"{source} is a film, and {weights} is a classifier, which takes images")
+        raise BadInputError(f"{source} is a film, but {weights} is a classifier, which takes only images")
     predictor = (ClassPredictor if classifies else Predictor).from_trained(trained)
     reader = FilmReader(source, every) if filmed else None
     files, issues = ([], Issues()) if filmed else check_files(paths, source, on_bad)
@@ -118,11 +123,12 @@ def predict(
         f"{speed:.1f} {kind}s/s{best}"
     )
     if found.best is not None and not found.detections:
-        click.echo("No score is as high, so pictures have no boxes; --threshold sets a lower one", err=True)
+        click.echo("No detection reaches the threshold, so the pictures have no boxes; --threshold sets a lower one", err=True)
     if found.full and threshold > 0:
         click.echo(
             f"All {found.limit} detections pass the threshold in {counted(len(found.full), kind)}, such as {found.full[0]}: "
-            f"there may be more objects. TEST.DETECTIONS_PER_IMAGE {2 * found.limit} gives more, as far as the model has queries",
+            f"there may be more objects. TEST.DETECTIONS_PER_IMAGE {2 * found.limit} allows more, up to the model's number of "
+            "queries",
             err=True,
         )
 
@@ -131,7 +137,7 @@ def _require_usable(threshold: float | None, batch: int, overrides: Sequence[str
     if threshold is not None and not 0 <= threshold <= 1:
         raise BadInputError(f"--threshold must be a score from 0 to 1, got {threshold}")
     if every < 1 or (every > 1 and not filmed):
-        raise BadInputError(f"--every must be 1 or more, and is for films alone, got {every}")
+        raise BadInputError(f"--every must be 1 or more, and more than 1 is only for films, got {every}")
     if batch < 1:
         raise BadInputError(f"--batch must be 1 or more images, got {batch}")
     for word in overrides[::2]:
@@ -140,11 +146,11 @@ def _require_usable(threshold: float | None, batch: int, overrides: Sequence[str
 
 
 def _origin(predictor: Predictor, weights: str) -> str:
-    """A sentence about the origin of a threshold that was not given."""
+    """A sentence that says where the threshold comes from if the user gave none."""
     if predictor.thresholds is None:
-        why = f"{weights} has none from an evaluation"
+        why = f"{weights} contains no threshold from an evaluation"
     elif predictor.thresholds.overall is None:
-        why = f"in the last evaluation of {weights} no detection was right"
+        why = f"in the last evaluation of {weights}, no detection was correct"
     else:
         why = f"the best F1 in the last evaluation of {weights}"
     return f"Threshold {predictor.threshold:.3g}: {why}; --threshold sets another"

@@ -15,14 +15,20 @@ MOST = 2
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("weights", metavar="WEIGHTS [WEIGHTS]", nargs=-1, required=True)
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; any other lets other machines connect.")
-@click.option("--port", default=8765, show_default=True, help="Port to listen on; 0 takes a free one.")
+@click.option(
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    help="Address to listen on; with any other than the default, other machines can connect.",
+)
+@click.option("--port", default=8765, show_default=True, help="Port to listen on; 0 picks a free one.")
 @click.option(
     "--allow-host",
     "names",
     multiple=True,
     metavar="NAME",
-    help="Host name under which the page is requested, such as that of a proxy; repeatable. Not needed for IP addresses.",
+    help="Host name under which browsers request the page, such as that of a proxy; may be given several times. Not needed for IP "
+    "addresses.",
 )
 @click.option("--max-upload", default=20.0, show_default=True, metavar="MB", help="Largest image file.")
 @click.option("--device", help="cpu, cuda, cuda:1.  [default: a GPU if there is one]")
@@ -57,10 +63,10 @@ def serve(
         models = [ServedModel(Predictor.from_trained(load_trained(path, device, config_file)), path) for path in weights]
         for model in models:
             if model.predictor.tiling is not None:
-                text = f"{model.name}: the page looks at whole images; predict and eval cut them into tiles (TEST.TILES)"
+                text = f"{model.name}: the page uses whole images, whereas predict and eval cut them into tiles (TEST.TILES)"
                 click.echo(text, err=True)
         server.show(models)
-        click.echo(f"{', '.join(model.name for model in models)}: {server.url} (Ctrl+C ends)")
+        click.echo(f"{', '.join(model.name for model in models)}: {server.url} (stop with Ctrl+C)")
         if not server.is_local:
-            click.echo(f"Whoever reaches {host} can use this page: it asks for no password", err=True)
+            click.echo(f"Anyone who can reach {host} can use this page, because it asks for no password", err=True)
         server.serve_forever()

@@ -16,7 +16,9 @@ POSITIVE = click.IntRange(min=1)
 @click.argument("root", type=click.Path(path_type=Path))
 @click.option("--train", "num_train", type=POSITIVE, default=4000, show_default=True, help="Number of training images.")
 @click.option("--val", "num_val", type=POSITIVE, default=500, show_default=True, help="Number of validation images.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Random seed; another seed draws other images.")
+@click.option(
+    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Random seed; a different seed draws different images."
+)
 @click.option("--scale", default=1.0, show_default=True, help="Factor by which the same scenes are drawn larger.")
 @click.option("--processes", type=POSITIVE, help="Number of processes.  [default: one per core, at most 16]")
 @common_options

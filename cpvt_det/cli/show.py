@@ -56,7 +56,10 @@ def show() -> None:
 @click.option("--input", "image_file", required=True, metavar="IMAGE", help="Image to run the detector on.")
 @output_option
 @click.option(
-    "--points", multiple=True, metavar="X,Y", help="Points of encoder tokens, in pixels.  [default: centres of detections]"
+    "--points",
+    multiple=True,
+    metavar="X,Y",
+    help="Points whose encoder tokens are shown, in pixels.  [default: centres of detections]",
 )
 @click.option("--detections", default=4, show_default=True, type=click.IntRange(min=1), help="Number of detections, best first.")
 @click.option("--level", default=0, show_default=True, help="Level of the tokens, for Deformable-DETR; 0 is the finest.")
@@ -165,7 +168,7 @@ def data(config_file: str, runner: str, overrides: tuple[str, ...], output: Path
 
 
 def _parts(task: Task, records: Sequence[ImageRecord]) -> Iterator[list[Sample]]:
-    """Parts of training batches that are computed together."""
+    """The parts of training batches that go through the model together, as ``SOLVER.ACCUMULATE`` divides them."""
     for samples in task.build_train_loader(records, task.cfg.SEED):
         yield from split_samples(samples, max(1, task.cfg.SOLVER.ACCUMULATE))
 

@@ -18,7 +18,7 @@ RUN_CONTEXT = {"ignore_unknown_options": True, "help_option_names": ["-h", "--he
 
 
 def config_file_option(required: bool = True) -> Callable:
-    """The option ``--config-file``, which is not required by a command that takes a folder instead."""
+    """The option ``--config-file``; it is not required if the command also takes a folder."""
     text = "Path of a config, or its name in the package's configs/ (cpvt-det configs lists them)."
     return click.option("--config-file", required=required, default=None if required else "", metavar="FILE", help=text)
 
@@ -41,18 +41,18 @@ def run_options(command: Callable, takes_folder: bool = False) -> Callable:
 
 
 allow_partial_option = click.option(
-    "--allow-partial", is_flag=True, help="Evaluate weights that fit only a part of the model; the rest is random."
+    "--allow-partial", is_flag=True, help="Evaluate weights that fit only part of the model; the rest stays random."
 )
 
 
 def tiles_options(command: Callable) -> Callable:
     """``--tiles`` and ``--overlap``, which :func:`tiles_overrides` turns into KEY VALUE words."""
-    command = click.option("--overlap", type=float, help="Overlap of neighbouring tiles, as a share of the side.  [default: 0.2]")(
-        command
-    )
-    return click.option("--tiles", type=int, metavar="PIXELS", help="Cut larger images into tiles of this side, at least 32.")(
-        command
-    )
+    command = click.option(
+        "--overlap", type=float, help="Overlap of neighbouring tiles, as a fraction of the side.  [default: 0.2]"
+    )(command)
+    return click.option(
+        "--tiles", type=int, metavar="PIXELS", help="Cut larger images into tiles of this side length in pixels, at least 32."
+    )(command)
 
 
 def tiles_overrides(tiles: int | None, overlap: float | None) -> tuple[str, ...]:
@@ -107,12 +107,10 @@ def train(
         from cpvt_det.training.launch import launch  # this imports torch, which --help does not need
     if folder is not None:
         if eval_only:
-            raise BadInputError("--eval-only evaluates weights of a config; give the run's chosen.yaml as --config-file")
+            raise BadInputError("--eval-only needs a config; give the run's chosen.yaml with --config-file")
         config_file, overrides = choose_run(folder, overrides, budget, data_format, new_split, num_gpus, resume, start)
     elif budget is not None or data_format or new_split or start:
-        raise BadInputError(
-            "--budget, --format, --new-split and --start belong to a FOLDER, as in cpvt-det train photos --budget 30m"
-        )
+        raise BadInputError("--budget, --format, --new-split and --start need a FOLDER, as in cpvt-det train photos --budget 30m")
 
     launch(
         run_config, num_gpus, config_file, overrides, device_of(num_gpus), choose_runner(runner), resume, eval_only, allow_partial

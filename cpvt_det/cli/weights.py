@@ -48,6 +48,6 @@ def _state(start: Start) -> str:
     if path is not None:
         return "yes"
     if not start.places:
-        return f"no; by hand, from {start.page}"
+        return f"no; download it by hand from {start.page}"
     megabytes = start.places[0].megabytes
     return f"no ({megabytes} MB)" if megabytes else "no"

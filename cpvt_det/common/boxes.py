@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions on boxes, (..., 4) tensors. Every name states the box format."""
+"""Functions on boxes, which are (..., 4) tensors. The names of arguments state the box format."""
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ def xyxy_to_cxcywh(boxes_xyxy: Tensor) -> Tensor:
 
 
 def inverse_sigmoid(x: Tensor, eps: float = 1e-5) -> Tensor:
-    """The logit of values in [0, 1]; values nearer than ``eps`` to 0 or 1 count as ``eps`` away, so the result is finite.
+    """The logit of values in [0, 1]; values closer to 0 or 1 than ``eps`` are clamped, so the result is finite.
 
     Args:
         x: (...) float in [0, 1].
@@ -46,8 +46,8 @@ def inverse_sigmoid(x: Tensor, eps: float = 1e-5) -> Tensor:
 def generalized_iou(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:
     """Generalised intersection over union, elementwise over broadcast leading dimensions.
 
-    For all pairs of (N, 4) and (M, 4) call it with ``boxes1[:, None]`` and ``boxes2[None]``. For two boxes without area at the
-    same point, the result is 0 with zero gradient; the plain quotient would be NaN.
+    For all pairs of (N, 4) and (M, 4) boxes, call it with ``boxes1[:, None]`` and ``boxes2[None]``. For two boxes of zero area at
+    the same point, the result is 0 with zero gradient; plain division would give NaN.
 
     Args:
         boxes1_xyxy: (..., 4) float, xyxy.
@@ -76,10 +76,10 @@ def generalized_iou(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:
 
 @torch.no_grad()
 def intersection_over_union(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:
-    """Intersection over union without a gradient, elementwise over broadcast leading dimensions; 0 where neither has an area.
+    """Intersection over union without a gradient, elementwise over broadcast leading dimensions; 0 where both have zero area.
 
     Args:
-        boxes1_xyxy: (..., 4) float, xyxy, no side below 0.
+        boxes1_xyxy: (..., 4) float, xyxy, without negative side lengths.
         boxes2_xyxy: (..., 4) float, xyxy in the same unit.
 
     Returns:
@@ -93,10 +93,10 @@ def intersection_over_union(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:
 
 @torch.no_grad()
 def pairwise_generalized_iou(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:
-    """:func:`generalized_iou` of all pairs, without a gradient and three times as fast, for matching costs.
+    """:func:`generalized_iou` for all pairs, without a gradient and three times as fast; used for matching costs.
 
     Args:
-        boxes1_xyxy: (..., N, 4) float, no side below 0.
+        boxes1_xyxy: (..., N, 4) float, without negative side lengths.
         boxes2_xyxy: (..., M, 4) float, in the same unit; leading dimensions broadcast.
 
     Returns:

@@ -8,7 +8,7 @@ from cpvt_det.common.errors import DataError
 
 @dataclass(frozen=True)
 class Classes:
-    """The classes of the contiguous labels 0..K-1.
+    """The classes that the contiguous labels 0..K-1 stand for.
 
     Attributes:
         ids: the category id of each label in the data, in ascending order.
@@ -26,7 +26,7 @@ def require_same_classes(first: Classes, second: Classes, what: str) -> None:
     """Refuse class lists that differ in names or in order; ids may differ.
 
     Raises:
-        DataError: lists that differ; the message contains the first differences.
+        DataError: lists that differ; the message shows the first differences.
     """
     if first.names == second.names:
         return
@@ -55,4 +55,4 @@ _CATEGORIES = {
 COCO_CLASSES = Classes(tuple(_CATEGORIES), tuple(_CATEGORIES.values()))
 
 COCO_ROWS = Classes(tuple(range(91)), tuple(_CATEGORIES.get(row, f"unused_{row}") for row in range(91)))
-"""The class rows of the official detectors: the row number is the category id; eleven rows have no category."""
+"""The rows of the official detectors' class heads: the row number is the category id; eleven rows have no category."""

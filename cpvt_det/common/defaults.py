@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Default values that the config and constructors share: those of DETR-R50, arXiv 2005.12872. This module imports nothing."""
+"""Default values shared by the config and the constructors, unless noted otherwise those of DETR-R50, arXiv 2005.12872. This module
+imports nothing."""
 
 PIXEL_MEAN = (123.675, 116.28, 103.53)
 """Mean of the R, G and B channels of ImageNet, for pixel values from 0 to 255."""
@@ -21,8 +22,8 @@ TEMPERATURE = 10000.0
 """Temperature of sine encodings, arXiv 2005.12872, appendix A.4."""
 LEVELS = 4
 POINTS = 4
-"""Sampling points per head and level of Deformable-DETR, arXiv 2010.04159."""
+"""Number of sampling points per head and level in Deformable-DETR, arXiv 2010.04159."""
 HYBRID_MATCHES = 6
 """Number of hybrid-branch queries per object, arXiv 2207.13080."""
 MANY_MATCHES, MANY_THRESHOLD, MANY_CLASS_WEIGHT = 6, 0.4, 2.0
-"""Settings of the one-to-many supervision, from Atten4Vis/MS-DETR ``main.py``."""
+"""Settings for one-to-many supervision, from Atten4Vis/MS-DETR ``main.py``."""

@@ -59,7 +59,8 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 def gather_to_first(value: Any) -> list[Any]:
-    """The picklable values of all processes, in order of rank, on process 0; an empty list on the others, which receive nothing."""
+    """The picklable values of all processes, in order of rank, on process 0; on all others an empty list, without sending them
+    anything."""
     if not is_initialized():
         return [value]
     values = [None] * world_size() if rank() == 0 else None
@@ -86,7 +87,7 @@ def broadcast_object(value: Any) -> Any:
 
 
 def share_buffers(module: nn.Module) -> None:
-    """Copy the first process's buffers to all others, because the running statistics of unsynchronised batch norms differ."""
+    """Copy process 0's buffers to all others, because running statistics of unsynchronised batch norms differ between processes."""
     if is_initialized():
         for buffer in module.buffers():
             dist.broadcast(buffer, 0)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors that the user can fix, reported in one line. The command line exits with code 2 on them.
 
-Two others end a run whose input was correct: :class:`RunStoppedError` with code 1, and :class:`InterruptedRun` with the code of
-its signal.
-Layers that are called with tensors of a wrong shape or dtype raise plain ``ValueError`` and ``TypeError``.
+Two other errors end a run whose input was correct: :class:`RunStoppedError` with code 1, and :class:`InterruptedRun` with the code
+of its signal. Layers that are called with tensors of a wrong shape or dtype raise plain ``ValueError`` and ``TypeError``.
 """
 
 import contextlib
@@ -21,7 +20,7 @@ class ConfigError(BadInputError):
 
 
 class DataError(BadInputError):
-    """A data file that cannot be used; the message names the file and, where it has one, the image or annotation."""
+    """A data file that cannot be used; the message names the file and, if possible, the image or annotation."""
 
 
 class UnreachableError(DataError):
@@ -33,7 +32,7 @@ class MissingFileError(UnreachableError):
 
 
 class DataFaultsError(DataError):
-    """Several faults in data, one line each."""
+    """Several faults in the data, one per line."""
 
 
 class WeightsError(BadInputError):
@@ -41,7 +40,7 @@ class WeightsError(BadInputError):
 
 
 class MapSizeError(BadInputError):
-    """A map that is larger than a position encoding supports, or a canvas larger than that of an exported program."""
+    """A feature map larger than a position encoding supports, or a canvas larger than the one an exported program was made for."""
 
 
 class RunStoppedError(RuntimeError):
@@ -69,7 +68,7 @@ class UnknownNameError(ConfigError, KeyError):
     """A name that is not registered; the message lists the known names.
 
     Args:
-        kind: kind of thing that the name should denote, such as "position encoding".
+        kind: what the name should refer to, such as "position encoding".
         name: the unknown name.
         known: the known names.
         otherwise: advice in case the name is not just misspelt.
@@ -97,7 +96,8 @@ def counted(number: float, noun: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, or its type if it has none; for an error from a data worker, the text of the original."""
+    """The first line of an error's text, or its type if it has no text; for an error from a data worker, the original error's
+    text."""
     text = str(error).strip() or type(error).__name__
     if text.startswith("Caught ") and "Original Traceback" in text:
         return text.splitlines()[-1].partition(": ")[2]
@@ -106,7 +106,7 @@ def first_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def output_errors(output: object) -> Iterator[None]:
-    """Within the block, errors of the operating system become config errors, because the config chose the folder ``output``."""
+    """Turn operating-system errors in the block into config errors, because the folder ``output`` was set in the config."""
     try:
         yield
     except OSError as error:
@@ -115,7 +115,7 @@ def output_errors(output: object) -> Iterator[None]:
 
 @contextlib.contextmanager
 def config_errors(where: str) -> Iterator[None]:
-    """Within the block, errors of constructors become config errors, because the config chose the arguments."""
+    """Turn errors of constructors in the block into config errors, because their arguments were set in the config."""
     try:
         yield
     except BadInputError:

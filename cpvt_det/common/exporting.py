@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A check of whether a program is being exported, and a loop that stays a loop in an exported program."""
+"""A check whether a model is being exported, and a loop that stays a loop in the exported program."""
 
 from collections.abc import Callable
 
@@ -9,15 +9,16 @@ from torch import Tensor
 
 @torch.compiler.assume_constant_result
 def is_exporting() -> bool:
-    """``torch.compiler.is_exporting()``, without the fault of torch 2.9, which compiles it to True in every program."""
+    """``torch.compiler.is_exporting()`` with a workaround for torch 2.9, which compiles it to True in every program."""
     return torch.compiler.is_exporting()
 
 
 def in_steps(step: Callable[..., tuple[Tensor, ...]], carry: tuple[Tensor, ...], count: int) -> tuple[Tensor, ...]:
-    """``carry = step(number, *carry)`` for every number below ``count``; the number is (1,) int64.
+    """Run ``carry = step(number, *carry)`` for every number below ``count``; the number is a (1,) int64 tensor.
 
-    In an exported program this is torch's ``scan``, traced once instead of ``count`` times. So that OpenVINO can read it,
-    everything must come from ``carry``, shapes and dtypes must not change, and scalars must have shape (1,).
+    In an exported program this becomes torch's ``scan``, which traces ``step`` once instead of ``count`` times. So that OpenVINO
+    can read the program, ``step`` must get all its tensors from ``carry`` and keep their shapes and dtypes, and scalars must have
+    shape (1,).
     """
     numbers = torch.arange(count, device=carry[0].device)[:, None]
     if not is_exporting():

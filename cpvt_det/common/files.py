@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that are either complete or absent."""
+"""Write files that are either complete or absent."""
 
 import contextlib
 import json
@@ -23,9 +23,9 @@ def remove_unfinished(folder: str | Path) -> None:
 
 @contextlib.contextmanager
 def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
-    """Open a file that gets its name only after the block, when it is complete and on the disk.
+    """Open a file for writing; it appears at ``path`` only after the block, when it is complete and on the disk.
 
-    If the block raises, its output is removed and ``path`` stays as it was.
+    If the block raises an error, what it wrote is removed and ``path`` is left unchanged.
     """
     path = Path(path)
     # In the same folder: a rename is atomic within one file system only.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This process's use of the machine: current and peak memory, the memory and cores it may use, Python's garbage collector."""
+"""How this process uses the machine: current and peak memory, available memory and cores, and Python's garbage collector."""
 
 import contextlib
 import ctypes
@@ -24,22 +24,23 @@ def usable_cores() -> int:
 
 
 def let_waiting_threads_sleep() -> None:
-    """Let OpenMP's threads sleep while they wait for each other, unless the user decided otherwise; call it before importing torch.
+    """Let OpenMP's threads sleep while they wait for each other, unless the user has set a policy; call it before importing torch.
 
-    By default they spin. If another program keeps a core busy, the system then stops a thread in the middle of its work because
-    its time was spent on spinning. This happens thousands of times in a step, and each time the other threads wait.
+    By default they spin. If another program keeps a core busy, the system then interrupts a thread in the middle of its work,
+    because spinning has used up its time slice. This happens thousands of times per step, and each time the other threads have to
+    wait.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def trim_heap() -> None:
-    """Give freed memory that glibc holds back to the system; otherwise later allocations reuse it and cannot be measured."""
+    """Return the freed memory that glibc still holds to the system; otherwise later allocations reuse it and cannot be measured."""
     with contextlib.suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def reset_peak() -> None:
-    """Reset the peak on Linux; elsewhere the peak remains that of the whole process, including its imports."""
+    """Reset the peak on Linux; on other systems, the peak covers the whole process, including its imports."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
@@ -51,13 +52,13 @@ def peak() -> int:
 
 
 def resident() -> int:
-    """Current memory in bytes; the peak where the system reports nothing else."""
+    """Current memory in bytes; where the system does not report it, the peak."""
     return _status("VmRSS:") or peak()
 
 
 def available() -> int | None:
-    """Bytes that this process can still take: memory that is free or can be freed, and free swap, within the limit of its control
-    group; ``None`` where the system does not report it."""
+    """Bytes that this process can still allocate: memory that is free or can be freed, plus free swap, within the limits of its
+    control groups; ``None`` where the system does not report it."""
     found = _read_numbers(Path("/proc/meminfo"))
     if "MemAvailable:" not in found:
         return None
@@ -84,7 +85,7 @@ def _groups() -> list[Path]:
 
 
 def _read_numbers(path: Path) -> dict[str, int]:
-    """The numbers from the lines "name number" of a file; empty if the file does not exist."""
+    """Name -> number, from a file with lines of the form "name number"; empty if the file does not exist."""
     with contextlib.suppress(OSError):
         rows = (line.split() for line in path.read_text(encoding="ascii").splitlines())
         return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
@@ -100,7 +101,7 @@ def _status(key: str) -> int | None:
 
 @contextlib.contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Pause garbage collection, a fifth to a third of the time of code that creates millions of dicts without cycles."""
+    """Pause garbage collection, which takes a fifth to a third of the time where code creates millions of dicts without cycles."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -112,10 +113,10 @@ def no_garbage_collection() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quick_imports() -> Iterator[None]:
-    """Pause garbage collection while a program imports large packages, and exclude their objects from it for good.
+    """Pause garbage collection while a program imports large packages, then permanently exempt the imported objects from it.
 
-    For torch and torchvision this saves a third of the time. Objects that exist at the end of the block are never collected, so
-    this is for commands, not for library functions.
+    For torch and torchvision this saves a third of the import time. Objects that exist at the end of the block are never collected,
+    so this is for commands, not for library functions.
     """
     before = len(sys.modules)
     with no_garbage_collection():

@@ -2,7 +2,7 @@
 """Registries of parts that can be chosen by name, from this package and from the user's own modules.
 
 A user's module registers a part under a name; ``--import MODULE`` on the command line imports it before the config is read, in
-every process of a run. This is a flag and never a config key: a YAML file names parts, but does not run code.
+every process of a run. This is a flag and never a config key, because a YAML file may name parts but must not run code.
 """
 
 import functools
@@ -19,20 +19,20 @@ from cpvt_det.common.errors import BadInputError, ConfigError, UnknownNameError,
 
 IMPORT_HINT = "a module that registers it is imported with --import MODULE"
 INHERITED = "CPVT_DET_IMPORT"
-"""Environment variable with the modules, for processes that a command starts."""
+"""Environment variable that passes the names of the imported modules to the processes that a command starts."""
 Builder = TypeVar("Builder", bound=Callable[..., Any])
 
 
 class PartRegistry(Registry):
-    """Names -> classes or functions that build a part; a subclass of fvcore's ``Registry``, which detectron2 uses.
+    """Maps names to classes or functions that build a part; a subclass of fvcore's ``Registry``, which detectron2 uses.
 
     A part registered as ``timm/<name>`` stands for all names that begin with ``timm/``; its builder gets the rest as its first
     argument.
 
     Args:
         name: name of the registry, such as "POSITION".
-        kind: name of a part in messages, such as "position encoding".
-        chosen: parameters of builders that the registry itself sets, and that are not options.
+        kind: what a part is called in messages, such as "position encoding".
+        chosen: parameters of builders that the program sets itself, so they are not options.
     """
 
     def __init__(self, name: str, kind: str, chosen: frozenset[str] = frozenset()):
@@ -71,7 +71,7 @@ class PartRegistry(Registry):
         return self.get(name)
 
     def parameters(self, name: str) -> set[str]:
-        """The keywords that the builder registered under a name takes.
+        """The names of the keyword arguments that the builder registered under a name takes.
 
         Raises:
             UnknownNameError: a name that is not registered.
@@ -84,7 +84,7 @@ class PartRegistry(Registry):
 
         Args:
             name: a registered name.
-            facts: properties of the model by name; the builder gets those for which it has a parameter.
+            facts: properties of the model by name; the builder gets those that it has parameters for.
             options: settings of this part by name; the builder must accept all of them.
 
         Raises:
@@ -96,12 +96,12 @@ class PartRegistry(Registry):
         return builder(**{fact: value for fact, value in facts.items() if fact in accepted})
 
     def with_options(self, name: str, options: Mapping[str, Any] | None = None, known: Collection[str] = ()) -> Callable[..., Any]:
-        """The builder registered under a name, with some of its keywords set.
+        """The builder registered under a name, with some of its keyword arguments set.
 
         Args:
             name: a registered name.
-            options: values of keywords; the builder must accept all of them.
-            known: keywords that are not options and that messages leave out.
+            options: values of keyword arguments; the builder must accept all of them.
+            known: keyword arguments that are not options and that messages leave out.
 
         Raises:
             UnknownNameError: a name that is not registered, or an option that the builder does not take.
@@ -117,7 +117,7 @@ class PartRegistry(Registry):
         return functools.partial(self.find(name), **options)
 
     def _defaults(self, name: str) -> dict[str, Any]:
-        """The default values of the builder's keywords that have one."""
+        """The default values of those keyword arguments of the builder that have one."""
         parameters = inspect.signature(self.find(name)).parameters.values()
         return {parameter.name: parameter.default for parameter in parameters if parameter.default is not parameter.empty}
 
@@ -128,7 +128,8 @@ class PartRegistry(Registry):
 
 
 def options_of(node: Mapping[str, Any]) -> dict[str, Any]:
-    """The options in a part's config node, as keywords: its keys in lower case, without ``NAME`` and keys set to ``None``."""
+    """The options in a part's config node, as keyword arguments: its keys in lower case, except ``NAME`` and keys set to
+    ``None``."""
     return {key.lower(): value for key, value in node.items() if key != "NAME" and value is not None}
 
 
@@ -141,13 +142,13 @@ def _require_kind(what: str, value: Any, default: Any) -> None:
 
 
 def _family_of(name: str) -> str:
-    """The name under which the family of a part is registered, from the name of the part."""
+    """The name under which a part's family is registered, such as ``timm/<name>``; for a part without a family, its own name."""
     family, _, rest = name.partition("/")
     return f"{family}/<name>" if rest else name
 
 
 def import_modules(names: Iterable[str]) -> None:
-    """Import modules from Python's path or the current folder, here and in the processes that are started later.
+    """Import modules from Python's path or the current folder, in this process and in those that it starts later.
 
     Args:
         names: module names, as in ``my_parts`` or ``my_package.parts``.
@@ -168,7 +169,8 @@ def import_modules(names: Iterable[str]) -> None:
 
 
 def import_words() -> str:
-    """The ``--import`` options of this command, with a space before each, for commands to run next; empty without modules."""
+    """The ``--import`` options of this command, each with a leading space, for commands suggested to the user; empty if there are
+    none."""
     return "".join(f" --import {name}" for name in os.environ.get(INHERITED, "").split())
 
 

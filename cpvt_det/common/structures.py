@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The data classes that modules exchange, and the functions from image sizes to padding masks.
+"""The data classes that modules exchange, and functions that turn image sizes into padding masks.
 
 ``data/mapper.py`` fills them, ``models/detector.py`` takes and returns them, and ``losses/`` and ``evaluation/`` read them.
 """
@@ -12,12 +12,13 @@ from torch import Tensor
 
 Size = tuple[int, int]
 PROPOSAL_LABEL = 0
-"""The row of the proposals' class head that means "an object"; the other rows are not classes, and are trained as negatives."""
+"""The row of the proposals' class head that means "an object"; the other rows do not stand for classes and are trained as
+negatives."""
 
 
 @dataclass
 class PaddedBatch:
-    """Images of many sizes on one canvas.
+    """Images of different sizes on canvases of the same size.
 
     Attributes:
         images: (B, 3, H, W) float, normalised, then zero-padded at the right and the bottom.
@@ -36,8 +37,8 @@ class PaddedBatch:
         """Put images on the smallest common canvas whose sides are multiples of ``divisor``.
 
         Args:
-            images: (3, h, w) each: float and normalised; with ``mean`` and ``std``, any dtype and any device.
-            divisor: the largest stride of the detector; on such canvases every level's mask is exact.
+            images: (3, h, w) each: float and normalised; if ``mean`` and ``std`` are given, of any dtype and on any device.
+            divisor: the largest stride of the detector; if the sides are multiples of it, every level's mask is exact.
             mean, std: (3, 1, 1) float, statistics to normalise the images with; the canvas is created on their device.
 
         Raises:
@@ -66,7 +67,7 @@ class Targets:
 
     Attributes:
         labels: (G,) int64 in [0, K).
-        boxes_cxcywh: (G, 4) float in [0, 1] of the unpadded image.
+        boxes_cxcywh: (G, 4) float in [0, 1], relative to the unpadded image.
     """
 
     labels: Tensor
@@ -86,13 +87,14 @@ class Targets:
 
 @dataclass
 class BoxDistributions:
-    """A decoder's confidence in each side of its boxes: logits over bins of distances.
+    """A decoder's distributions over the positions of its boxes' sides: logits over bins of distances.
 
     Attributes:
-        logits: (D', B, Q, 4, N + 1) float, of the last D' layers; left, top, right and bottom.
+        logits: (D', B, Q, 4, N + 1) float, of the last D' layers, for the left, top, right and bottom side.
         starts: (B, Q, 4) float, cxcywh without gradient, the boxes from which distances are measured.
         values: (N + 1,) float, ascending: the distance that each bin stands for.
-        scale: () float; a side lies ``(scale / 2 + distance) / scale`` of the start's width or height from the start's centre.
+        scale: () float; a side is ``(scale / 2 + distance) / scale`` times the start's width or height away from the start's
+            centre.
     """
 
     logits: Tensor
@@ -107,21 +109,21 @@ class Predictions:
 
     Attributes:
         logits: (D, B, Q, K') float; K' is K for sigmoid and K + 1 for softmax classification.
-        boxes: (D, B, Q, 4) float, cxcywh in [0, 1] of the unpadded image.
+        boxes: (D, B, Q, 4) float, cxcywh in [0, 1], relative to the unpadded image.
         proposals: predictions of the encoder, one per token: logits (1, B, N, K') and boxes (1, B, N, 4); for two-stage detectors
-            only. Used by the loss alone.
+            only. Only the loss uses them.
         denoising: predictions of the denoising queries, which exist in training only: logits (D, B, Q', K') and boxes
             (D, B, Q', 4), with ``objects`` and ``groups``.
-        objects: (B, Q) int64, the index of the target that each query stands for, or -1 for none; for denoising queries only,
-            which need no matching.
+        objects: (B, Q) int64, the index of the target that each query belongs to, or -1 for none; for denoising queries only, which
+            need no matching.
         groups: number of times that each target occurs in ``objects``; the losses are divided by it.
-        by_class: whether the logits of proposals are class logits, instead of one row for "an object".
-        hybrid: predictions of further queries that exist in training only, logits (D, B, Q', K') and boxes (D, B, Q', 4); the loss
-            matches several of them with each object.
-        one_to_many: predictions of the same queries, logits (D, B, Q, K') and boxes (D, B, Q, 4), taken in each layer before its
-            queries attend to each other; in training only, for the loss, which matches several of them with each object.
-        distributions: distributions from which the boxes of the last layers were computed, in training, for decoders that refine
-            distributions.
+        by_class: whether the logits of proposals are class logits; otherwise, only the row for "an object" has a meaning.
+        hybrid: predictions of additional queries that exist in training only: logits (D, B, Q', K') and boxes (D, B, Q', 4); the
+            loss matches several of them with each object.
+        one_to_many: predictions of the same queries, taken in each layer before its queries attend to each other: logits (D, B, Q,
+            K') and boxes (D, B, Q, 4); in training only. The loss matches several of them with each object.
+        distributions: the distributions from which the boxes of the last layers were computed; in training only, and only for
+            decoders that refine distributions.
     """
 
     logits: Tensor
@@ -148,8 +150,8 @@ class ClassLogits:
     """The answer of a classifier for a batch.
 
     Attributes:
-        logits: (H, B, K), at least float32, from H heads: one, and with a distillation token a second, which learns from the
-            teacher. The mean over the heads is the answer.
+        logits: (H, B, K), at least float32, from H heads. There is one head, and with a distillation token a second one, which
+            learns from the teacher. The answer is the mean over the heads.
     """
 
     logits: Tensor
@@ -180,7 +182,7 @@ class Detections:
 
 @dataclass
 class Levels:
-    """Layout of the tokens of several feature levels, one level after another and each row by row.
+    """Layout of the tokens of several feature levels: one level after another, and each level row by row.
 
     Attributes:
         shapes: (H_l, W_l) of each of the L levels.
@@ -198,7 +200,7 @@ class Levels:
 
     @classmethod
     def from_masks(cls, padding_masks: Sequence[Tensor], dtype: torch.dtype) -> "Levels":
-        """The layout for (B, H_l, W_l) masks of images in the top left corner of the maps."""
+        """The layout for (B, H_l, W_l) masks; each image must be in the top left corner of its maps."""
         shapes = [tuple(mask.shape[1:]) for mask in padding_masks]
         if torch.jit.is_tracing():  # sizes are tensors then: tools that count operations use tracing
             shapes = [(int(height), int(width)) for height, width in shapes]
@@ -210,11 +212,11 @@ class Levels:
 
     @property
     def valid_ratios(self) -> Tensor:
-        """(B, L, 2) float in (0, 1], xy: the part of each map that is not padded."""
+        """(B, L, 2) float in (0, 1], xy: the fractions of each map's width and height that are not padded."""
         return self.valid_sizes / self.sizes
 
     def centers(self) -> Tensor:
-        """(B, N, 2) xy: the middle of every token's cell, from 0 to 1 over the unpadded image and beyond 1 in the padding."""
+        """(B, N, 2) xy: the centre of every token's cell, from 0 to 1 within the unpadded image and above 1 in the padding."""
         centers = []
         for (height, width), valid in zip(self.shapes, self.valid_sizes.unbind(1), strict=True):
             # Divided by whole cells, a centre is the same number on every canvas; proposals are filtered by thresholds on it.
@@ -231,7 +233,7 @@ class Levels:
 
 
 def flatten_levels(maps: Sequence[Tensor]) -> Tensor:
-    """(B, C, H_l, W_l) per level -> (B, N, C), the levels one after another, each row by row."""
+    """(B, C, H_l, W_l) per level -> (B, N, C): one level after another, and each level row by row."""
     tokens = [level.flatten(2).transpose(1, 2) for level in maps]
     return tokens[0] if len(tokens) == 1 else torch.cat(tokens, dim=1)
 
@@ -254,9 +256,9 @@ def padding_mask_of(image_sizes: Sequence[Size], canvas: Size, device: torch.dev
 
 
 def level_padding_mask(padding_mask: Tensor, stride: int) -> Tensor:
-    """The padding mask of a feature map: a cell is valid if it starts on a valid pixel.
+    """The padding mask of a feature map: a cell is valid if its first pixel is valid.
 
-    This gives ``ceil(size / stride)`` valid rows and columns, as a strided convolution does for the image alone.
+    This gives ``ceil(size / stride)`` valid rows and columns, as many as a strided convolution gives for the unpadded image.
 
     Args:
         padding_mask: (B, H, W) bool, True = padded.
@@ -273,7 +275,7 @@ def level_padding_mask(padding_mask: Tensor, stride: int) -> Tensor:
 
 
 def has_padding(padding_mask: Tensor) -> bool:
-    """Whether any cell of a mask is padded; also true if the check would wait for a device or break a compiled graph."""
+    """Whether any cell of a mask is padded; also true if checking would mean waiting for a device or breaking a compiled graph."""
     is_at_hand = padding_mask.device.type == "cpu" and not torch.compiler.is_compiling()
     return not is_at_hand or bool(padding_mask.any())
 
@@ -282,7 +284,8 @@ def valid_sizes(padding_mask: Tensor) -> list[Size] | None:
     """(height, width) of the valid rectangle in the upper left corner of each image of a mask (B, H, W).
 
     Returns:
-        ``None`` if the valid cells have any other shape, or if the check would wait for a device or break a compiled graph.
+        ``None`` if the valid cells have any other shape, or if checking would mean waiting for a device or breaking a compiled
+        graph.
     """
     if padding_mask.device.type != "cpu" or torch.compiler.is_compiling():
         return None

@@ -6,8 +6,8 @@
 def setup_environment() -> None:
     """Add our keys to detectron2's ``get_cfg()``; with ``DETECTRON2_ENV_MODULE=cpvt_det.d2`` detectron2 calls this on import.
 
-    It must come before the imports below: if this folder is imported first, they import detectron2, which calls this function at
-    once.
+    It must be defined before the imports below: if this package is imported before detectron2, they import detectron2, which calls
+    this function immediately.
     """
     from cpvt_det.d2.config import add_new_keys
 

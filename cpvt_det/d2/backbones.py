@@ -70,7 +70,7 @@ class Detectron2Backbone(nn.Module):
 
     @property
     def size_divisibility(self) -> int:
-        """Number by which the sides of images should be divisible: for the largest stride, and for ``body``."""
+        """Number by which the sides of images should be divisible, as the largest stride and ``body`` require it."""
         # detectron2's Swin does not define it, and its ViT pyramid spells the key differently.
         needed = getattr(self.body, "size_divisibility", 0) or self.body.padding_constraints.get("size_divisiblity", 0)
         return math.lcm(max(self.strides), needed or 1)
@@ -102,7 +102,7 @@ def build_detector_backbone(cfg: CfgNode) -> nn.Module | None:
     for key, default in (("DC5", False), ("NORM", "FrozenBN"), ("WIDTH", 64)):
         if node[key] != default:
             raise ConfigError(
-                f"backbones of detectron2 do not take MODEL.BACKBONE.{key}, got {node[key]!r}; leave it at {default!r}"
+                f"backbones of detectron2 do not support MODEL.BACKBONE.{key}, got {node[key]!r}; leave it at {default!r}"
             )
     if cfg.MODEL.CHECKPOINTING:
         raise ConfigError(f"backbone {node.NAME} of detectron2 does not support MODEL.CHECKPOINTING: set it to False")
@@ -112,12 +112,12 @@ def build_detector_backbone(cfg: CfgNode) -> nn.Module | None:
         except masking.InexactError as error:
             raise ConfigError(
                 f"backbone {node.NAME} of detectron2 cannot keep the padding out of its features: {error}; choose another one, or "
-                "set MODEL.BACKBONE.MASK_PADDING False and accept features that depend on the batch"
+                "set MODEL.BACKBONE.MASK_PADDING to False and accept features that depend on the batch"
             ) from error
 
 
 class PooledStem(nn.Module):
-    """A ``BasicStem`` whose pooling is a module, on which a hook can be put; its weights keep their names.
+    """A ``BasicStem`` whose pooling is a module, so that it can have a hook; its weights keep their names.
 
     Args:
         stem: stem of a ResNet of detectron2.
@@ -134,10 +134,11 @@ class PooledStem(nn.Module):
 
 
 def keep_padding_out(body: nn.Module, maps: Maps, divisor: int) -> None:
-    """Put hooks on a backbone that keep out the padding of the batch of :func:`masking.of_batch`, and test that they do.
+    """Add hooks to a backbone that keep out the padding of the batch that :func:`masking.of_batch` describes, and test that they
+    do.
 
     Args:
-        body: backbone of detectron2, changed in place; names in its state dict stay.
+        body: backbone of detectron2, changed in place; the names in its state dict stay the same.
         maps: function of a backbone and (B, 3, H, W) images that returns its maps, (B, C, h, w).
         divisor: number by which the sides of canvases are divisible.
 
@@ -146,7 +147,9 @@ def keep_padding_out(body: nn.Module, maps: Maps, divisor: int) -> None:
     """
     trained = [name for name, module in body.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     if trained:
-        raise masking.InexactError(f"statistics of the norm {trained[0]} count the padding in training; set its norm to FrozenBN")
+        raise masking.InexactError(
+            f"in training, the statistics of the norm {trained[0]} include the padding; set its norm to FrozenBN"
+        )
     for name, module in list(body.named_modules()):
         if isinstance(module, BasicStem):
             body.set_submodule(name, PooledStem(module))
@@ -160,7 +163,7 @@ def keep_padding_out(body: nn.Module, maps: Maps, divisor: int) -> None:
     except masking.InexactError:
         raise
     except Exception as error:  # from a network that accepts only one size; such errors have no common base class
-        raise masking.InexactError(f"it cannot be tried on other canvases: {first_line(error)}") from error
+        raise masking.InexactError(f"it cannot be run on other canvas sizes: {first_line(error)}") from error
     masking.treat(body, treatments)
 
 
@@ -173,7 +176,7 @@ def _treatments(network: nn.Module, forward: Callable[[Tensor], Sequence[Tensor]
         if None not in grids:
             found.append(masking.Treatment(name, masking.kind_of(module), *grids))
         elif masking.kind_of(module) != "counted":
-            raise masking.InexactError(f"{name} has a map of {tuple(out.shape[2:])} cells on {tuple(images.shape[2:])} pixels")
+            raise masking.InexactError(f"{name} has a map of {tuple(out.shape[2:])} cells for {tuple(images.shape[2:])} pixels")
 
     handles = [m.register_forward_hook(partial(see, name)) for name, m in network.named_modules() if masking.kind_of(m)]
     with torch.no_grad(), masking.unsettle(network):
@@ -188,11 +191,12 @@ def _treatments(network: nn.Module, forward: Callable[[Tensor], Sequence[Tensor]
 
 
 class VisionPyramid(Backbone):
-    """A vision transformer and a simple pyramid on its map, with maps ``p<stage>`` of stride 2 ** stage.
+    """A vision transformer with a simple pyramid on its map; the result has maps ``p<stage>`` of stride 2 ** stage.
 
-    detectron2 gives a backbone no padding mask, but it pads normalised images with zeros, below and on the right. Therefore rows
-    and columns there that contain only zeros count as padding. An image's maps are then the same in any batch, and zero under the
-    padding. A pixel of the image itself can be such a zero only if ``MODEL.PIXEL_MEAN`` is a whole number.
+    detectron2 gives a backbone no padding mask, but it pads normalised images with zeros, below and on the right. So rows at the
+    bottom and columns at the right that contain only zeros count as padding. With this rule, an image's maps are the same in any
+    batch, and zero under the padding. A pixel of the image itself can be such a zero only if ``MODEL.PIXEL_MEAN`` is a whole
+    number.
 
     Args:
         trunk: backbone with one map.
@@ -207,7 +211,7 @@ class VisionPyramid(Backbone):
         super().__init__()
         stages = sorted(stages)
         if not stages or any(coarse - fine != 1 for fine, coarse in itertools.pairwise(stages)):
-            raise ValueError(f"a pyramid has stages one after another, such as (3, 4, 5, 6, 7), got {tuple(stages)}")
+            raise ValueError(f"a pyramid needs consecutive stages, such as (3, 4, 5, 6, 7), got {tuple(stages)}")
         self.trunk = trunk
         self.pyramid = models.SimplePyramid(trunk.channels, trunk.strides, channels, len(stages), 2 ** stages[0])
         self._shapes = {f"p{stage}": ShapeSpec(channels=channels, stride=2**stage) for stage in stages}
@@ -244,7 +248,8 @@ def zero_borders(images: Tensor) -> Tensor:
 
 
 def build_vision_pyramid(cfg: CfgNode, input_shape: ShapeSpec) -> VisionPyramid:
-    """A transformer from ``MODEL.BACKBONE``, with a pyramid of the ``STAGES`` that has ``MODEL.FPN.OUT_CHANNELS`` channels.
+    """A transformer from ``MODEL.BACKBONE``, with a pyramid of maps for its ``STAGES``, each with ``MODEL.FPN.OUT_CHANNELS``
+    channels.
 
     Raises:
         ConfigError: settings that the transformer or the pyramid refuses.
@@ -273,7 +278,7 @@ def build_peg_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> Backbone:
     backbone no padding mask, so PEG, like any convolution, sees the padding, which is zero in the image.
 
     Raises:
-        ConfigError: a backbone that is not registered, or this one; settings that PEG refuses.
+        ConfigError: a backbone that is not registered, or ``build_peg_backbone`` itself; settings that PEG refuses.
         PlugError: a map that the backbone does not have.
     """
     node = cfg.MODEL.PEG

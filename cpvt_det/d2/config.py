@@ -51,7 +51,8 @@ def add_peg_config(cfg: CfgNode) -> None:
 
 
 def load_cfg(config_file: str, overrides: Sequence[str] = ()) -> CfgNode:
-    """:func:`cpvt_det.config.load_cfg` with detectron2's keys in addition to ours. Unlike detectron2's own loading, it is safe.
+    """:func:`cpvt_det.config.load_cfg` with detectron2's keys in addition to ours. Unlike detectron2's own function, it runs no
+    code from the file.
 
     Raises:
         ConfigError: as in :func:`cpvt_det.config.load_cfg`.
@@ -77,12 +78,13 @@ def refuse_ignored(cfg: CfgNode) -> None:
         ignored = sorted(set(changed[group]) - set(ours[group]))
         if ignored:
             raise ConfigError(
-                f"{group}.{ignored[0]} is a key of detectron2's own trainer and loader, and this runner does not read it; remove it"
+                f"{group}.{ignored[0]} is a key of detectron2's own trainer and loader, which this runner does not use; remove it"
             )
 
 
 def without_untouched(cfg: CfgNode) -> CfgNode:
-    """Our keys and detectron2's changed keys. A run saves only these, so that the built-in runner can read them too."""
+    """The config with only our keys and those of detectron2's keys that were changed. A run saves this, so that the built-in
+    runner can read it too."""
     default = get_cfg()
     add_cpvt_det_config(default)
     return _kept(cfg, default, core.get_cfg())
@@ -104,7 +106,8 @@ def _kept(cfg: CfgNode, default: dict, ours: dict) -> CfgNode:
 
 
 def _add_options(cfg: CfgNode) -> None:
-    """Add the options of our parts, as ``None`` for each default, because detectron2's KEY VALUE words set only existing keys."""
+    """Add the options of our parts, with ``None`` for "the default", because detectron2's KEY VALUE words can only set existing
+    keys."""
     model = cfg.MODEL
     nodes = (model.DETECTOR, model.BACKBONE, model.NECK, model.POSITION, model.BACKBONE.POSITION, model.QUERIES)
     registries = (DETECTOR_REGISTRY, BACKBONE_REGISTRY, NECK_REGISTRY, POSITION_REGISTRY, POSITION_REGISTRY, QUERY_REGISTRY)

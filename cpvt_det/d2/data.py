@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data sets for both sides: ours go into detectron2's catalogs, and those registered there into our config."""
+"""Data sets in both directions: ours are registered in detectron2's catalogs, and those registered there are added to our
+config."""
 
 import json
 from collections.abc import Iterable

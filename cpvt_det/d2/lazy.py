@@ -29,7 +29,7 @@ COCO = 118_287
 
 
 def lazy_config(config_file: str, overrides: Sequence[str] = (), num_images: int = COCO) -> DictConfig:
-    """Make a LazyConfig from a detector's YAML config: the same network, optimiser and length, but detectron2's own data parts.
+    """Make a LazyConfig from a detector's YAML config: the same network, optimiser and length, but detectron2's own data loading.
 
     ``model`` takes parts of the detector by keyword, which replace those of the YAML, as in ``cfg.model.backbone = L(...)(...)``.
     Keys that shape the model may be changed in ``cfg.model.yaml``.
@@ -37,7 +37,7 @@ def lazy_config(config_file: str, overrides: Sequence[str] = (), num_images: int
     Args:
         config_file: YAML file, or its name in the package, such as ``coco/detr_r50_peg_50ep.yaml``.
         overrides: KEY VALUE words.
-        num_images: number of training images, from which the length of a run in epochs follows.
+        num_images: number of training images, to convert a length in epochs to iterations.
 
     Returns:
         A config with ``model``, ``dataloader``, ``optimizer``, ``lr_multiplier`` and ``train``.
@@ -107,13 +107,14 @@ def _refuse_ours_alone(cfg: CfgNode) -> None:
     }
     key = next((key for key, is_set in ours.items() if is_set), None)
     if key:
-        raise ConfigError(f"{key}: detectron2's trainers of LazyConfigs do not support it; leave it at its default")
+        raise ConfigError(f"{key}: detectron2's trainers for LazyConfigs do not support it; leave it at its default")
     if len(cfg.DATASETS.TEST) != 1:
         raise ConfigError(f"DATASETS.TEST: a LazyConfig evaluates on one data set, got {list(cfg.DATASETS.TEST)}")
 
 
 def _dataloader(cfg: CfgNode) -> DictConfig:
-    """DETR's augmentation from detectron2's parts: a flip, a resize and crop of half of the images, and a random short side."""
+    """DETR's augmentation, built from detectron2's parts: a flip, a resize and crop for half of the images, and a random short
+    side."""
 
     def loader(build: Callable, names: Sequence[str], augmentations: list, filter_empty: bool = False, **more: Any) -> DictConfig:
         dataset = L(get_detection_dataset_dicts)(names=list(names), filter_empty=filter_empty)
@@ -176,8 +177,8 @@ class ClippedAdamW(torch.optim.AdamW):
     Args:
         params: parameters, or groups of parameters.
         clip_norm: largest norm; 0 for no clipping.
-        options: further arguments of ``torch.optim.AdamW``, except ``fused``: with a gradient scaler, scaled gradients would be
-            clipped.
+        options: further arguments of ``torch.optim.AdamW``, except ``fused``, because with a gradient scaler it would clip
+            gradients that are still scaled.
 
     Raises:
         ValueError: a negative norm, or ``fused``.

@@ -27,7 +27,7 @@ from cpvt_det.solver.step import TrainingModel
 
 
 class Detectron2Protocol:
-    """detectron2's interface for a detector of the core; it comes before the detector in the list of base classes.
+    """detectron2's interface for one of our detectors; this class must come before the detector in the list of base classes.
 
     The keys of the state dict do not change, because criterion and post-processing have no parameters.
     """
@@ -98,7 +98,8 @@ class Detectron2Protocol:
 
 
 class FromConfig:
-    """A classifier of the core, built by detectron2. Only our runner trains it; detectron2 has no data with one class per image."""
+    """A classifier of the core, built by detectron2. Only our runner can train it, because detectron2 has no data sets with one
+    class per image."""
 
     @classmethod
     def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
@@ -123,10 +124,12 @@ def register_detectors() -> None:
 
 
 def _meta_architecture(name: str, detector: type[Detector]) -> type[Detector]:
-    """Make a detector or a classifier for detectron2, which is built from a config or by keyword.
+    """Turn a detector or a classifier into a meta architecture of detectron2, which is built from a config or from keyword
+    arguments.
 
-    Its keywords are those of the model. A detector has two more: ``criterion``, the set loss, whose classification gives the
-    defaults of ``num_logits`` and ``prior_probability``; and ``postprocessor``, which by default keeps the 100 best detections.
+    Its keyword arguments are those of the model. A detector has two more: ``criterion``, the set loss, whose classification
+    determines the defaults of ``num_logits`` and ``prior_probability``; and ``postprocessor``, which by default keeps the 100 best
+    detections.
     """
 
     @configurable

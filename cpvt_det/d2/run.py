@@ -33,7 +33,7 @@ def run(cfg: CfgNode, *arguments: Any, hooks: Sequence[HookBase] = (), **more: A
     Args:
         cfg: config from :func:`load_cfg`.
         arguments, more: further arguments of :func:`cpvt_det.training.train.run`; result and errors are also the same.
-        hooks: detectron2's hooks, called around every step. The event storage gets scalars only in steps with a log line.
+        hooks: detectron2's hooks, called around every step. detectron2's event storage gets scalars only in steps with a log line.
     """
     if dist.is_initialized() and "LOCAL_WORLD_SIZE" in os.environ:  # torchrun; detectron2's launch makes the group
         comm.create_local_process_group(int(os.environ["LOCAL_WORLD_SIZE"]))
@@ -65,7 +65,7 @@ class Trainer(TrainerBase, train.Engine):
         return without_untouched(cfg)
 
     def take_steps(self, take_step: Callable[[int], dict[str, float]], calls: RunCallbacks) -> None:
-        """Run detectron2's loop, but without its log of the traceback, and without the hooks' ``after_train`` after a failure."""
+        """Run detectron2's loop, but if it fails, do not log the traceback and do not call the hooks' ``after_train``."""
         self.start_iter, self.max_iter = calls.run.start, calls.run.max_iter
         with EventStorage(self.start_iter) as self.storage:
             self.before_train()

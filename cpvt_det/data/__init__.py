@@ -13,13 +13,13 @@ def read_folder(path: str | os.PathLike[str], data_format: str = "", new_split: 
 
     Args:
         path: folder of images and annotations: COCO JSON, YOLO, Pascal VOC, CVAT's XML, or a registered format.
-        data_format: format to read if the folder has annotations in several formats.
+        data_format: format to read, needed if the folder has annotations in several formats.
         new_split: whether to draw a split even if the folder has one.
 
     Returns:
-        Data sets, each with ``name``, ``classes.names`` and ``records``. Each record is one image, with its ``file_name``,
-        ``labels``, (G,) int64 indices into the names, and ``boxes_xyxy``, (G, 4) float32 in pixels. ``issues.infos`` lists all
-        corrections.
+        Data sets, each with ``name``, ``classes.names`` and ``records``. Each record is one image, with its ``file_name``; its
+        ``labels``, (G,) int64 indices into the names; and its ``boxes_xyxy``, (G, 4) float32 in pixels. ``issues.infos`` lists all
+        corrections that were made.
 
     Raises:
         DataError: a folder without data sets, or with faulty images or boxes.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entries of COCO's ``images`` and ``annotations`` -> a table, each entry checked by ``data/validation/rules.py``.
+"""Turn the entries of COCO's ``images`` and ``annotations`` into a table, and check each by ``data/validation/rules.py``.
 
 Nearly all boxes are plain: nothing needs to be reported about them, except perhaps a missing area or iscrowd. A single expression
 recognises them, and only their numbers are stored. The full rules are applied only to the other boxes.
@@ -36,11 +36,11 @@ ROW = np.dtype(
 PACKED = struct.Struct("=qiqbq5d")
 CROWD, NO_AREA, NO_CROWD, NO_ID = 1, 2, 4, 8  # flags of a box
 FILLED = "annotations without area or iscrowd, filled in"
-TWICE = "boxes that an image has twice, of one class, left out"
+TWICE = "boxes that repeat another one of the same image and class, left out"
 
 
 class Entries:
-    """The valid entries of a COCO JSON's sections; the annotations are read a second time if they precede the images.
+    """The valid entries of a COCO JSON's sections; if annotations precede the images in the file, they are read a second time.
 
     Images that share an id are left out, because a box with that id could belong to any of them.
 
@@ -162,7 +162,7 @@ class Entries:
         return Table(images, np.frombuffer(b"".join(names), dtype=np.uint8), boxes)
 
     def _without_copies(self, rows: np.ndarray, taken: np.ndarray) -> np.ndarray:
-        """Rows without duplicates: of two equal boxes of one class in an image, only one could be detected."""
+        """Rows without duplicates: of equal boxes of one class in an image, one is kept, because only one could be detected."""
         hashes = np.zeros(len(rows), dtype=np.uint64)
         for column in (taken["image"], taken["category"], *taken["xywh"].view(np.int64).T):
             hashes = hashes * np.uint64(FACTOR) + column[rows].astype(np.uint64)
@@ -181,7 +181,7 @@ class Entries:
         return np.delete(rows, copies)
 
     def _shares_id(self, taken: np.ndarray) -> np.ndarray:
-        """(n,) bool: whether a plain annotation shares its id with another annotation."""
+        """(n,) bool: whether each plain annotation shares its id with another annotation."""
         others = [entry.get("id") for _, entry in self._others if type(entry) is dict]
         others = [one for one in others if type(one) is int and -LARGEST_ID <= one <= LARGEST_ID]
         has_id = taken["flags"] & NO_ID == 0
@@ -249,7 +249,7 @@ class Entries:
 
 
 def _labels(category_ids: np.ndarray, label_of: dict[Id, int]) -> tuple[np.ndarray, np.ndarray]:
-    """(n,) bool: whether a category is known; (n,) int32: its label, 0 if it is unknown."""
+    """(n,) bool: whether each category is known; (n,) int32: its label, or 0 if it is unknown."""
     if not len(label_of):
         return np.zeros(len(category_ids), bool), np.zeros(len(category_ids), np.int32)
     ids = np.array(sorted(label_of), dtype=np.int64)

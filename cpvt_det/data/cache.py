@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches for large data sets: the table, which all processes of a machine share, and the issues found in the images."""
+"""Caches for large data sets: one for the table, which all processes of a machine share, and one for issues found in the images."""
 
 import contextlib
 import hashlib
@@ -36,8 +36,9 @@ def read_once(files: DatasetFiles, folder: Path, read: Callable[[DatasetFiles], 
     """Read a data set, or map the file in which an earlier run has cached it.
 
     The cached file's name contains hashes of the source's path, of the sizes and times of its files, and of the code that reads
-    them. It is either complete or absent. If several processes start, one reads and the others wait. Cached files of earlier states
-    of the source are removed, except those that a process has mapped. If the folder cannot be written to, only time is lost.
+    them. It is either complete or absent. If several processes start together, one reads the data set and the others wait. Cached
+    files of earlier states of the source are removed, except those that a process has mapped. If the folder cannot be written to,
+    the data set is simply read again in every run.
 
     Args:
         files: files of the data set.
@@ -69,12 +70,12 @@ def read_once(files: DatasetFiles, folder: Path, read: Callable[[DatasetFiles], 
             _remove_earlier(kept)
             return load_table(kept)
     except OSError as error:
-        logger.warning("Annotations are not kept in %s, and take longer to read: %s", kept.parent, error)
+        logger.warning("Annotations cannot be cached in %s, so reading them takes longer: %s", kept.parent, error)
         return table or read(files)
 
 
 def _state(files: DatasetFiles) -> str:
-    """A hash of names, sizes and times of the files, and of the code that reads them; empty if caching gains nothing.
+    """A hash of the files' names, sizes and times, and of the code that reads them; empty if caching would not save time.
 
     Raises:
         DataError, OSError: missing files, which the reader will report.
@@ -95,7 +96,7 @@ def _state(files: DatasetFiles) -> str:
 
 @contextlib.contextmanager
 def _only_maker(path: Path) -> Iterator[None]:
-    """Wait until no other process is making the file; a process that is killed loses its lock."""
+    """Wait until no other process is creating the file. If a process is killed, its lock is released."""
     if fcntl is None:
         yield
         return
@@ -120,7 +121,7 @@ def _short(text: str) -> str:
 
 
 def _state_of(path: str | Path) -> list[int]:
-    """Size, modification time and change time of a file or folder; empty if it is missing. No copy preserves the change time."""
+    """Size, modification time and change time of a file or folder; empty if it is missing. No copy keeps the change time."""
     with contextlib.suppress(OSError, ValueError):
         found = os.stat(path)
         return [found.st_size, found.st_mtime_ns, found.st_ctime_ns]
@@ -129,7 +130,8 @@ def _state_of(path: str | Path) -> list[int]:
 
 @cache
 def hash_of_code(reader: str = "") -> str:
-    """A hash of all code that reads and checks data, and of the versions of the image decoders; any change may affect the result.
+    """A hash of all code that reads and checks data, and of the image decoders' versions; a change to any of them may affect
+    results.
 
     Args:
         reader: module of a user-defined format.
@@ -142,8 +144,8 @@ def hash_of_code(reader: str = "") -> str:
 class KeptLook:
     """The cached result of checking all image files of a data set.
 
-    It is valid while nothing in the image folders is added, removed or renamed, and images with faults do not change. Any other
-    image that is overwritten is noticed when it is read, because its size is compared then.
+    It is valid as long as no file in the image folders is added, removed or renamed, and no faulty image changes. If any other
+    image is overwritten, this is noticed when it is read, because its size is compared then.
 
     Args:
         records: records of the data set.
@@ -172,7 +174,7 @@ class KeptLook:
         return None
 
     def save(self, looked: Looked) -> None:
-        """Cache a result. If the folder cannot be written to, only time is lost."""
+        """Cache a result. If the folder cannot be written to, a warning is logged, and the next run checks the images again."""
         if self._path is None or looked.may_pass:
             return
         places = np.flatnonzero(np.isin(self._records.image_ids, looked.faulty)).tolist()
@@ -183,7 +185,7 @@ class KeptLook:
         try:
             write_json({**kept, "issues": looked.issues.to_json()}, self._path)
         except OSError as error:
-            logger.warning("The result of checking the images is not cached in %s: %s", self._path.parent, error)
+            logger.warning("The result of checking the images cannot be cached in %s: %s", self._path.parent, error)
 
     def _states_of_folders(self) -> dict[str, list[int]]:
         """The states of the folders of the images, or of the tar files and their index."""
@@ -195,7 +197,7 @@ class KeptLook:
         return {place: _state_of(place) for place in places}
 
     def _hash(self) -> str:
-        """A hash of the images' names, ids, sizes and places, and of the code that checks them."""
+        """A hash of the images' names, ids, sizes and locations, and of the code that checks them."""
         records, table = self._records, self._records.table
         arrays = [table.names, *(table.images[name] for name in ("id", "height", "width", "name_size")), records.indices]
         if self._shards:

@@ -34,9 +34,10 @@ class DatasetFiles:
 
 
 def find_datasets(names: Sequence[str], registered: Sequence[Sequence[str]] = ()) -> list[DatasetFiles]:
-    """Find data sets by name: those of the config, and the builtin ``coco_2017_`` and ``shapes_``, each with ``train`` and ``val``.
+    """Find data sets by name: those registered in the config, and the built-in ``coco_2017_train``, ``coco_2017_val``,
+    ``shapes_train`` and ``shapes_val``.
 
-    The builtin ones are in the folder that ``DETECTRON2_DATASETS`` names, by default ``./datasets``.
+    The built-in ones must be in the folder that the environment variable ``DETECTRON2_DATASETS`` names, by default ``./datasets``.
 
     Args:
         names: ``DATASETS.TRAIN`` or ``DATASETS.TEST``.
@@ -44,7 +45,7 @@ def find_datasets(names: Sequence[str], registered: Sequence[Sequence[str]] = ()
 
     Raises:
         ConfigError: an entry that is not a triple.
-        UnknownNameError: a name that is neither builtin nor registered.
+        UnknownNameError: a name that is neither built-in nor registered.
     """
     known = {files.name: files for files in [*builtin_datasets(), *registered_datasets(registered)]}
     for name in names:
@@ -66,8 +67,8 @@ def registered_datasets(registered: Sequence[Sequence[str]]) -> list[DatasetFile
     """The data sets of ``DATASETS.REGISTER``.
 
     Args:
-        registered: triples of name, COCO JSON and image folder, tar files or URL; or of name, path and split, where the path is the
-            folder of a YOLO or a Pascal VOC data set, or YOLO's YAML file.
+        registered: triples. Each has a name, a COCO JSON and an image root (a folder, tar files or a URL); or a name, a path and a
+            split, where the path is the folder of a YOLO or a Pascal VOC data set, or YOLO's YAML file.
 
     Raises:
         ConfigError: an entry that is not a triple of strings.

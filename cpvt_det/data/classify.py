@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turn a record into a sample for image classification: decode the image, crop and augment it.
+"""Turn a record into a sample for image classification: decode the image, then crop and augment it.
 
-The augmentations are torchvision's. Their random numbers come from torch's state, which the loader sets from seed, epoch and image,
-so a resumed run repeats them. Mixup and CutMix, which mix images of a batch, are in ``solver/classify.py``.
+The augmentations are torchvision's. Their random numbers come from torch's generator, which the loader seeds from the run's seed,
+the epoch and the image, so a resumed run repeats them. Mixup and CutMix, which mix images of a batch, are in
+``solver/classify.py``.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from cpvt_det.data.mapper import Mapper, Sample, named
 from cpvt_det.data.records import ImageRecord
 
 MAGNITUDES = 31
-"""Magnitudes of RandAugment, from 0 to 30."""
+"""Number of RandAugment's magnitudes, which run from 0 to 30."""
 WHOLE = torch.tensor([[0.5, 0.5, 1.0, 1.0]])
 """(1, 4) float, cxcywh: the box that covers the whole image."""
 
@@ -30,7 +31,7 @@ def crop_transform(
     erase: float = 0.0,
     erase_with: Sequence[float] = (0, 0, 0),
 ) -> v2.Transform:
-    """The augmentation of one image, with its steps in the order of DeiT.
+    """The augmentation of one image, with its steps in the same order as in DeiT.
 
     Args:
         size: side of the crop in pixels.
@@ -48,7 +49,9 @@ def crop_transform(
     its magnitude has no noise. Apart from posterizing, torchvision's magnitude 27 of 30 is as strong as timm's 9 of 10.
     """
     _require(size >= 1, f"the side of crops must be at least 1 pixel, got {size}")
-    _require(0 < scale[0] <= scale[1] <= 1, f"the scale of crops must be a range of parts of the area in (0, 1], got {scale}")
+    _require(
+        0 < scale[0] <= scale[1] <= 1, f"the scale of crops must be a range of fractions of the area, within (0, 1], got {scale}"
+    )
     _require(0 < ratio[0] <= ratio[1], f"the ratio of crops must be a range of positive numbers, got {ratio}")
     _require(0 <= erase <= 1, f"the probability of erasing must be from 0 to 1, got {erase}")
     steps: list[v2.Transform] = [

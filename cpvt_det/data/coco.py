@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From COCO JSON to records of images with the boxes to learn, and the ground truth for evaluation.
+"""From COCO JSON to records, which hold each image's boxes to learn, and to the ground truth for evaluation.
 
 This is the start of the data pipeline; ``data/mapper.py`` comes next. Other formats are read by ``data/formats/``. Boxes that are
 left out of the records are also left out of the ground truth; ``data/validation/rules.py`` defines which ones.
@@ -39,7 +39,7 @@ class CocoDataset:
     Attributes:
         name: registered name of the data set.
         classes: ids and names of the classes.
-        records: one record per image, even without objects, with the boxes that count in evaluation, including crowds.
+        records: one record per image, also for images without objects, with the boxes that count in evaluation, crowds included.
         issues: issues found in the file; images and boxes with faults are not in ``records``.
     """
 
@@ -61,7 +61,7 @@ class CocoDataset:
 
 
 def describe_records(records: Records) -> dict[str, Any]:
-    """The number of training images of a run, and a hash of their records in order, which does not depend on file paths."""
+    """The number of training images of a run, and a hash of their records in this order, which does not depend on file paths."""
     table, *others = (table for table, _ in records.parts)
     is_whole = len(records) == len(table.images) and not others
     return {"images": len(records), "sha256": (is_whole and table.about.get("sha256")) or _digest(records)}
@@ -79,7 +79,7 @@ def _digest(records: Records) -> str:
 
 
 def load_coco(files: DatasetFiles) -> CocoDataset:
-    """:func:`read_coco` for a data set that must have no faults.
+    """Read a data set with :func:`read_coco`, and refuse it if it has faults.
 
     Args:
         files: files of the data set; for COCO JSON, the images are not opened.
@@ -98,7 +98,7 @@ def read_coco(files: DatasetFiles, examples: float = EXAMPLES, cache: Path | Non
     Args:
         files: files of the data set; for COCO JSON, the images are not opened.
         examples: largest number of examples stored for each kind of issue.
-        cache: folder that caches large data sets, as in :func:`cpvt_det.data.cache.read_once`; ``None``: no cache. Nothing is
+        cache: folder that caches large data sets, as in :func:`cpvt_det.data.cache.read_once`; ``None`` for no cache. Nothing is
             cached if ``examples`` is not the default.
 
     Raises:
@@ -127,7 +127,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(decode(path.read_bytes()))
     except OSError as error:
-        hint = "set their path in DATASETS.REGISTER, or for COCO itself in DETECTRON2_DATASETS"
+        hint = "set the path in DATASETS.REGISTER or, for COCO itself, in DETECTRON2_DATASETS"
         raise DataError(f"cannot read annotations {path}: {error.strerror}; {hint}") from error
     except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, a thousand nested lists
         hint = "; save it as UTF-8" if isinstance(error, UnicodeDecodeError) else ""
@@ -142,7 +142,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_categories(section: list, issues: Issues) -> list[dict]:
-    """Categories without faults, by ascending id. A fault here is an error, because it makes the category's boxes meaningless."""
+    """Categories without faults, by ascending id. A faulty category is an error, because it makes its boxes meaningless."""
     faults = ((number, category_fault(category)) for number, category in enumerate(section))
     faulty = {number: fault for number, fault in faults if fault}
     for number, (heading, detail) in faulty.items():
@@ -188,10 +188,11 @@ def _read(files: DatasetFiles, examples: float) -> Table:
 
 
 def _require_pixels(table: Table, issues: Issues) -> None:
-    """Refuse data whose boxes all look like fractions of the image's sides, a frequent mistake. A single one may be a tiny box."""
+    """Refuse data if all boxes look like fractions of the image's sides, a frequent mistake; a single one may just be a tiny
+    box."""
     # an image that cannot be read counts as 1 x 1
     known = np.repeat(np.maximum(table.images["height"], table.images["width"]) > 1, table.images["count"])
     boxes = table.boxes["xywh"][known]
     if len(boxes) and (boxes[:, :2] + boxes[:, 2:]).max() <= 1:
-        why = f"all {len(boxes)} are within [0, 1]; bbox must be [x, y, width, height] in pixels, not in parts of the image's sides"
+        why = f"all {len(boxes)} are within [0, 1]; bbox must be [x, y, width, height] in pixels, not relative to the image"
         issues.add_error("boxes that are not in pixels", why)

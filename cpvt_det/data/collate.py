@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pass the samples of a batch from a data worker to the run, as one tensor.
+"""Pass the samples of a batch from a data worker to the main process, as one tensor.
 
-torch would give each tensor a file in /dev/shm, which often holds only 64 MB in a container, and a file descriptor, of which
-a process often has only 1024.
+By itself, torch would use a file in /dev/shm and a file descriptor for each tensor. In a container, /dev/shm often holds only 64
+MB, and a process can often open only 1024 descriptors.
 """
 
 import io
@@ -15,15 +15,16 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 64
-"""Alignment in bytes: each tensor begins at a multiple of it."""
+"""Alignment in bytes: each tensor begins at a multiple of this number."""
 
 
 class Packed(NamedTuple):
     """Samples packed into one tensor.
 
     Attributes:
-        content: (n,) uint8, the bytes of all tensors, then the pickled samples, in which a place replaces each tensor.
-        size: number of bytes of the tensors.
+        content: (n,) uint8, the bytes of all tensors, then the pickled samples, in which each tensor is replaced by its place in
+            the bytes.
+        size: number of bytes that the tensors take.
     """
 
     content: Tensor

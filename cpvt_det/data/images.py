@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Image files: their places, headers and pixels.
+"""Image files: their locations, headers and pixels.
 
 ``images/1.jpg`` is a file, ``shards/{000000..000011}.tar/1.jpg`` is a member of one of twelve tar files, and fsspec reads
 ``https://host/images/1.jpg``, like any other URL that it knows. Tar files may be at URLs, too.
 
-All images become 8-bit RGB. They are turned as Pillow's ``ImageOps.exif_transpose`` does, by EXIF data, by the EXIF data that
-ImageMagick writes into the text of a PNG, or by XMP. Damaged EXIF data are ignored. 16-bit pixels are reduced to their high byte,
-and transparency is dropped. Pixels without a fixed range (floats, 32-bit integers) are refused, and so are images with more pixels
-than Pillow's limit, which :data:`LIMIT` can replace.
+All images become 8-bit RGB. They are turned in the same way as by Pillow's ``ImageOps.exif_transpose``: according to EXIF data,
+EXIF data that ImageMagick writes into the text of a PNG, or XMP data. Damaged EXIF data are ignored. 16-bit pixels are reduced to
+their high byte, and transparency is dropped. Pixels without a fixed range (floats, 32-bit integers) are refused, and so are images
+with more pixels than Pillow's limit, which :data:`LIMIT` can replace.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ JPEG, PNG = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"
 # The mark at the end of a complete file; padding may follow it.
 END_MARK = {JPEG: b"\xff\xd9", PNG: b"IEND"}
 FLIPS = {1: (), 2: (2,), 3: (1, 2), 4: (1,), 5: (), 6: (2,), 7: (1, 2), 8: (1,)}
-"""EXIF orientation -> flipped dimensions of (3, H, W); from 5 on, height and width are swapped before the flip."""
+"""EXIF orientation -> dimensions of (3, H, W) to flip; for 5 to 8, height and width are swapped before the flip."""
 SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
 NO_RANGE = ("I", "F")  # 32-bit integers, floats
 WIDTH, LENGTH, PHOTOMETRIC = 256, 257, 262  # tags of TIFF
@@ -45,14 +45,14 @@ NOT_A_MATTER_OF_TIME = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELO
 WHITE_IS_ZERO = 0  # a value of PHOTOMETRIC; Pillow honours it for 8-bit images only
 CHUNKS_OF_ORIENTATION = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")  # of PNG
 LIMIT = "CPVT_DET_MAX_PIXELS"
-"""Environment variable: largest number of pixels of an image, in place of Pillow's limit of 178,956,970."""
+"""Environment variable that sets the largest number of pixels of an image, in place of Pillow's limit of 178,956,970."""
 SILENT = re.compile(r"(PIL|torchvision)\.")
 """Modules whose warnings, such as those about damaged EXIF data, do not matter to code that reads images."""
 
 
 @contextlib.contextmanager
 def file_threads() -> Iterator[ThreadPoolExecutor]:
-    """Threads that read image files; more threads than cores, because they wait for the disk."""
+    """Threads that read image files. There may be more threads than cores, because most of the time they wait for the disk."""
     _set_up_decoders()
     Image.init()  # fills Pillow's list of formats, which several threads would otherwise fill at the same time
     with ThreadPoolExecutor(16) as pool:
@@ -66,7 +66,7 @@ class ImageHeader:
     Attributes:
         width, height: size in pixels after rotation.
         mode: Pillow's name for the pixel format, such as "RGB" or "I;16".
-        orientation: EXIF orientation, 1 to 8; 1 means not turned; from 5 on, turning swaps width and height.
+        orientation: EXIF orientation, 1 to 8; 1 means not turned; for 5 to 8, turning swaps width and height.
         is_whole: whether the file contains the end mark of its format, or the format has none.
     """
 
@@ -111,8 +111,8 @@ def open_image(path: str) -> BinaryIO:
 
 
 def _open_elsewhere(path: str) -> BinaryIO:
-    """Open a path that is not a file as written: a member of tar files, a URL, or a file whose name has another Unicode form, in
-    which "é" is one character or two."""
+    """Open a path at which there is no file: a member of tar files, a URL, or a file whose name is stored in another Unicode form,
+    in which "é" may be one character or two."""
     shards, name = split_at_shards(path)
     if shards:
         return open_shards(shards).open(name)
@@ -126,7 +126,7 @@ def read_header(path: str, content: bytes | None = None) -> ImageHeader:
     """Read an image's header.
 
     Args:
-        path: path of the file, as described at the top of this module; with ``content``, only a name for messages.
+        path: path of the file, as described at the top of this module; if ``content`` is given, only a name for messages.
         content: bytes of the file, if it is not on the disk.
 
     Raises:
@@ -203,7 +203,7 @@ def _to_rgb(image: Image.Image) -> "Tensor":
 
 
 def _turn(pixels: "Tensor", orientation: int) -> "Tensor":
-    """Turn (3, H, W) pixels; from orientation 5 on they become (3, W, H)."""
+    """Turn (3, H, W) pixels; for orientations 5 to 8 they become (3, W, H)."""
     if orientation == 1:
         return pixels
     return (pixels.mT if orientation >= 5 else pixels).flip(FLIPS[orientation])
@@ -212,8 +212,8 @@ def _turn(pixels: "Tensor", orientation: int) -> "Tensor":
 def _set_up_decoders() -> None:
     """Let Pillow and torchvision read up to our limit of pixels without warnings, which ``-W error`` would turn into errors.
 
-    Threads cannot share ``catch_warnings``. Adding the filter only once is not enough, because others, such as pytest, put theirs
-    before it.
+    ``catch_warnings`` does not work with threads, so a filter is added instead. Adding it only once is not enough, because other
+    code, such as pytest, puts its own filters before it.
 
     Raises:
         ConfigError: a limit that is not a number of pixels.
@@ -252,7 +252,7 @@ def _cannot_read(path: str, error: Exception) -> DataError:
     reason = re.sub(r"^.*\.cpp:\d+, ", "", first_line(error))  # torchvision's text begins with a line of its source
     why = "it is not an image, or its format is unknown" if isinstance(error, Image.UnidentifiedImageError) else reason
     if isinstance(error, Image.DecompressionBombError):
-        why = f"{reason.rstrip('.')}; if you trust it, set {LIMIT} in the environment to as many pixels"
+        why = f"{reason.rstrip('.')}; if you trust it, set the environment variable {LIMIT} to as many pixels"
     kind = UnreachableError if isinstance(error, OSError) and error.errno else DataError  # Pillow's own errors have no number
     return kind(f"cannot read image {path}: {why}")
 
@@ -260,7 +260,8 @@ def _cannot_read(path: str, error: Exception) -> DataError:
 def _require_known_range(image: Image.Image) -> None:
     if image.mode in NO_RANGE and not _is_wide_portable(image):
         raise DataError(
-            f"pixels of mode {image.mode} have no fixed range and cannot be converted to 8-bit RGB; save it with 8 or 16 bits"
+            f"pixels of mode {image.mode} have no fixed range and cannot be converted to 8-bit RGB; save the image with 8 or 16 "
+            "bits"
         )
 
 
@@ -279,9 +280,9 @@ def _to_eight_bits(image: Image.Image) -> Image.Image:
 
 
 def _orientation(image: Image.Image) -> int:
-    """The orientation of an image as Pillow finds it, in EXIF data or XMP; 1 where EXIF data are damaged.
+    """The orientation of an image as Pillow finds it, in EXIF data or XMP; 1 if the EXIF data are damaged.
 
-    In a PNG that is not decoded yet, Pillow finds only data before the pixels. In a decoded TIFF it finds nothing.
+    In a PNG that is not decoded yet, Pillow finds only what is stored before the pixels. In a decoded TIFF it finds nothing.
     """
     try:
         value = Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1)  # a PNG's own method would decode the image
@@ -291,7 +292,7 @@ def _orientation(image: Image.Image) -> int:
 
 
 def _has_text_behind_pixels(file: BinaryIO) -> bool:
-    """Whether a PNG has text or EXIF data behind its pixels, as ExifTool writes them."""
+    """Whether a PNG has text or EXIF data after its pixels, where ExifTool writes them."""
     here, is_behind = file.tell(), False
     file.seek(len(PNG))
     while len(head := file.read(8)) == 8:

@@ -45,7 +45,7 @@ def entries(path: Path, sections: Collection[str]) -> Iterator[tuple[str, Any]]:
 
 
 class _Text:
-    """A window on the text of a file; values before it are forgotten."""
+    """A moving window on the text of a file; text before it is no longer in memory."""
 
     def __init__(self, file):
         self.file = file
@@ -82,7 +82,7 @@ class _Text:
                 return value
 
     def parts(self, first: str, last: str) -> Iterator[None]:
-        """Go past one list or object between two brackets; at each ``yield`` the caller goes past one part of it."""
+        """Go past one list or object, given its two brackets; at each ``yield``, the caller must go past one part of it."""
         self.require(first)
         if self.peek() != last:
             yield

@@ -31,16 +31,16 @@ def readable() -> frozenset[str]:
 
 
 def is_image(name: str) -> bool:
-    """Whether a file can be read as an image, by its suffix."""
+    """Whether a file can be read as an image, judging by its suffix."""
     return os.path.splitext(name)[1].lower() in readable()
 
 
 def walk(top: str | Path, seen: set[str]) -> Iterator[tuple[str, list[str]]]:
-    """A folder and those below it, by name, each with its sorted file names; hidden ones and ``NOT_THE_USERS`` are left out.
+    """A folder and those below it, sorted by name, each with its sorted file names; without hidden ones and ``NOT_THE_USERS``.
 
     Args:
         top: the folder.
-        seen: real paths of folders to leave out, so that a link cannot lead back to them; this walk adds its folders.
+        seen: real paths of folders to leave out, so that a link cannot lead back to them; the folders of this walk are added.
     """
     for folder, names, files in os.walk(top, followlinks=True):
         real = os.path.realpath(folder)
@@ -53,14 +53,14 @@ def walk(top: str | Path, seen: set[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def files_below(folder: Path, split: str = "") -> Iterator[str]:
-    """Folders and files of :func:`walk`, for any split: the paths that a format reads if its data sets are folders."""
+    """The folders and files of :func:`walk`, regardless of the split: what a format reads if its data sets are folders."""
     for place, names in walk(folder, set()):
         yield place
         yield from (os.path.join(place, name) for name in names)
 
 
 class Listing:
-    """All files below one or several folders; hidden ones and those in ``NOT_THE_USERS`` are left out.
+    """All files below one or several folders, without hidden files and those in ``NOT_THE_USERS``.
 
     Args:
         root: the folder.
@@ -104,7 +104,7 @@ class Listing:
         return self.with_suffix(*(IMAGES - readable()))
 
     def below(self, folder: Path) -> list[Path]:
-        """The images in a folder and below it, however its path is written."""
+        """The images in a folder and below it; its path may be relative or contain links."""
         inside = set()
         for find in (os.path.abspath, os.path.realpath):
             top = find(folder)
@@ -120,7 +120,7 @@ class Listing:
         return () if parts[:1] == (os.pardir,) else parts
 
     def split_of(self, path: Path, with_name: bool = False) -> str:
-        """``train``, ``val`` or ``test`` by the nearest folder below the root whose name contains such a word; else empty.
+        """``train``, ``val`` or ``test``, from the nearest folder below the root whose name contains such a word; else empty.
 
         Args:
             path: a file.
@@ -154,7 +154,7 @@ def find_files(source: str, output: Path) -> tuple[list[Path], list[Path]]:
 
     Args:
         source: a file; a folder, for all images in it and below it; or a glob, in which ``**`` matches any depth.
-        output: folder below which all files are ignored, because it may contain pictures of an earlier call.
+        output: folder below which all files are ignored, because it may contain pictures drawn by an earlier call.
 
     Returns:
         At least one path, sorted; and, for a folder, the photographs in formats that cannot be read here.

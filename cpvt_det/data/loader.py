@@ -30,7 +30,7 @@ from cpvt_det.data.storage import Patience
 
 logger = logging.getLogger("cpvt_det")
 Draw = tuple[int, int]
-"""(epoch, index of the record)."""
+"""(epoch, index of a record)."""
 
 NEWS = 5.0  # seconds within which torch notices that a worker ended; usually the worker's signal ends the wait earlier
 
@@ -42,9 +42,10 @@ class MappedDataset(Dataset):
         records: records of one or more data sets.
         mapper: function from a record to a sample.
         seed: seed of the run.
-        closing: an epoch, counted from 0, and the mapper to use from it on; ``None``: ``mapper`` for all epochs.
-        patience: seconds for which an unreachable image is retried, and for which a batch waits while no data worker finishes an
-            image.
+        closing: an epoch, counted from 0, and the mapper to use from that epoch on; with ``None``, ``mapper`` is used for all
+            epochs.
+        patience: seconds for which reading an unreachable image is retried; also how long to wait for a batch while no data worker
+            finishes an image.
 
     Attributes:
         at_work: (workers, 2) int64 in shared memory: each worker's process id and the index of the record it is reading, or -1.
@@ -99,7 +100,7 @@ class MappedDataset(Dataset):
 
 @contextlib.contextmanager
 def dead_workers_named(dataset: MappedDataset) -> Iterator[None]:
-    """Within this block, the error for a data worker that died names the image that it was reading.
+    """If a data worker dies within this block, raise an error that names the image that it was reading.
 
     Raises:
         DeadWorkerError: a worker died; torch's own error for this may be raised anywhere in the block.
@@ -119,7 +120,7 @@ def dead_workers_named(dataset: MappedDataset) -> Iterator[None]:
 
 
 def _words_of_torch(error: BaseException | None) -> re.Match[str] | None:
-    """torch's message about workers that died, even if another error hides it, such as one from a checkpoint being written."""
+    """torch's message about workers that died, even if it is hidden behind another error, such as one from writing a checkpoint."""
     while error is not None:
         if match := re.match(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)", str(error)):
             return match
@@ -130,21 +131,21 @@ def _words_of_torch(error: BaseException | None) -> re.Match[str] | None:
 class TrainBatches(Sampler[list[Draw]]):
     """An endless stream of batches: every image once per epoch, in a new random order for each epoch.
 
-    With grouping, a batch contains only wide or only tall images, which saves padding; an image may wait for its batch until the
-    next epoch.
+    With grouping, a batch contains only wide or only tall images, which saves padding; an image may therefore have to wait for its
+    batch until the next epoch.
 
     Args:
         wide: whether each record is wider than tall; ``None`` for no grouping.
         num_records: number of records.
         batch_size: number of images per batch, over all processes.
         seed: seed of the run.
-        rank, world_size: index of this process, which takes its slice of every batch, and number of processes.
+        rank, world_size: index of this process and number of processes; each process takes its slice of every batch.
         repeats: number of times that an image is drawn in a row, each time with a different epoch number, so that its augmentations
-            differ; an epoch then has the same number of images in total, from only a part of the records (repeated augmentation,
-            arXiv 1901.09335, as in DeiT).
+            differ (repeated augmentation, arXiv 1901.09335, as in DeiT). The total number of images in an epoch stays the same, so
+            they come from only a part of the records.
 
     Raises:
-        ValueError: no record, no draw, or a batch size that is not a multiple of the number of processes.
+        ValueError: no record, fewer than one repeat, or a batch size that is not a multiple of the number of processes.
     """
 
     def __init__(
@@ -195,7 +196,7 @@ class SampleLoader(DataLoader):
     Args:
         dataset: data set of samples.
         batches: draws of each batch.
-        num_workers: number of processes that decode images; 0: the main process decodes.
+        num_workers: number of processes that decode images; with 0, the main process decodes them.
         pin_memory: whether to put batches into pinned memory, for fast copies to a GPU.
     """
 
@@ -203,7 +204,8 @@ class SampleLoader(DataLoader):
         if num_workers and multiprocessing.current_process().daemon:
             if dataset.mapper.with_targets:  # once, not for each evaluation
                 logger.warning(
-                    "This process is daemonic and may start no others: it reads images itself, as with DATALOADER.NUM_WORKERS 0"
+                    "This process is a daemon and cannot start others, so it reads the images itself, as with "
+                    "DATALOADER.NUM_WORKERS 0"
                 )
             num_workers = 0
         if num_workers:
@@ -229,7 +231,7 @@ class SampleLoader(DataLoader):
         """The batches.
 
         Raises:
-            DeadWorkerError: no worker has finished an image for some seconds longer than the data set's ``patience``.
+            DeadWorkerError: no worker has finished an image for longer than the data set's ``patience``.
             RunStoppedError: workers that cannot be started.
         """
         try:
@@ -237,8 +239,8 @@ class SampleLoader(DataLoader):
             batches = super().__iter__()
         except OSError as error:
             raise RunStoppedError(
-                f"the {self.num_workers} data workers cannot be started: {error.strerror}; each needs some bytes in /dev/shm "
-                "(docker run --shm-size 1g) and a process (ulimit -u); or set DATALOADER.NUM_WORKERS 0"
+                f"the {self.num_workers} data workers cannot be started: {error.strerror}; each needs some space in /dev/shm "
+                "(docker run --shm-size 1g) and a process (ulimit -u); raise these limits, or set DATALOADER.NUM_WORKERS 0"
             ) from error
         at_work, seen, silent = self.dataset.at_work, None, 0.0
         try:
@@ -280,7 +282,7 @@ def evaluation_loader(
 
 
 def _begin_worker(worker: int) -> None:
-    """Ignore Ctrl-C and SIGTERM, which often reach the workers too, because the run needs them to finish its step."""
+    """Ignore Ctrl-C and SIGTERM, which often reach the workers too: the run still needs the workers to finish its step."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
     if "file_descriptor" in torch.multiprocessing.get_all_sharing_strategies():  # else each batch would be copied to /dev/shm
@@ -289,12 +291,12 @@ def _begin_worker(worker: int) -> None:
 
 @atexit.register  # registered after multiprocessing's own handler, so called before it
 def _end_workers() -> None:
-    """End workers that an error left behind; multiprocessing would send SIGTERM, which they ignore, and wait for ever."""
+    """End workers that an error left behind; multiprocessing would send SIGTERM, which they ignore, and then wait forever."""
     _kill([child for child in multiprocessing.active_children() if child.daemon])
 
 
 def _kill(workers: Sequence[multiprocessing.Process]) -> None:
-    """End workers, without torch's error for each of them."""
+    """End workers without triggering torch's error for each of them."""
     hears = os.name == "posix" and threading.current_thread() is threading.main_thread()
     handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL) if hears else None
     for worker in workers:

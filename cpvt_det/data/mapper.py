@@ -35,7 +35,7 @@ class RandomShortSide(v2.Transform):
     """Resize to a short side drawn from a list; both sides keep at least one pixel.
 
     Args:
-        sizes: short sides in pixels to draw from, a single one in evaluation; empty or 0: do not resize.
+        sizes: short sides in pixels to draw from, a single one in evaluation; if empty or 0, images are not resized.
         max_size: limit of the long side in pixels.
     """
 
@@ -91,7 +91,7 @@ class KeepVisible(v2.Transform):
     Torchvision's own two transforms for this take five times as long.
 
     Args:
-        min_side: smallest side in pixels of a clipped box; 0: any size above 0.
+        min_side: smallest side in pixels of a clipped box; 0 allows any size above 0.
     """
 
     def __init__(self, min_side: float):
@@ -116,8 +116,8 @@ def train_transform(
 ) -> v2.Transform:
     """DETR's augmentation: flip, then resize; half of the images are instead resized, cropped and resized again.
 
-    A box is removed if a crop leaves less than a pixel of it. Without a crop, all boxes stay, however small, because evaluation
-    counts them.
+    A box is removed if a crop leaves less than a pixel of its width or height. Without a crop, all boxes are kept, however small,
+    because evaluation counts them.
 
     Args:
         sizes, max_size: short sides and limit of the long side for the last resize, as in :class:`RandomShortSide`.
@@ -138,10 +138,10 @@ class Mapper:
     """Makes samples.
 
     Args:
-        transform: transform of the image; with ``with_targets``, of (image, boxes, labels).
+        transform: transform of the image or, with ``with_targets``, of (image, boxes, labels).
         with_targets: whether samples get targets, for training.
         augmentations: augmentations applied to training images before ``transform``, in this order.
-        records: images from which augmentations draw the ones they mix in.
+        records: images from which augmentations draw those that they mix in.
         with_pixels: whether samples without targets get ``pixels``, the untransformed image, to be cut into tiles.
     """
 
@@ -228,11 +228,11 @@ def other_generators_seeded() -> Iterator[None]:
 
 
 def _read(record: ImageRecord) -> Tensor:
-    """The pixels of a record, (3, H, W) uint8, checked against the record's size."""
+    """The pixels of a record's image, (3, H, W) uint8, after checking that their size is that of the record."""
     image = read_image(record.file_name)
     if tuple(image.shape[1:]) != (record.height, record.width):
         raise DataError(
-            f"image {record.file_name} (id {record.image_id}) has {image.shape[2]} x {image.shape[1]} pixels after turning by "
+            f"image {record.file_name} (id {record.image_id}) has {image.shape[2]} x {image.shape[1]} pixels after rotation by "
             f"EXIF, but {record.width} x {record.height} in the annotations; correct its size there, or replace the image"
         )
     return image

@@ -44,19 +44,19 @@ def _unprefixed(name: str) -> str:
 FORMS: tuple[tuple[str, Callable[[str], str], Callable[[str], str]], ...] = (
     ("", str, str),
     ("in another Unicode form", composed, composed),
-    ("in other upper or lower case", _lower, _lower),
+    ("in different upper or lower case", _lower, _lower),
     ("percent-encoded", _decoded, _decoded),
-    ("with underscores for blanks", _joined, _joined),
+    ("with underscores instead of blanks", _joined, _joined),
     ("with the prefix of an upload", _unprefixed, _joined),
     ("without the prefix of an upload", _joined, _unprefixed),
 )
-"""How a written name differs from the file's, and functions that convert the written name and the file's before they are compared.
+"""How a written name differs from a file's name, and functions that convert the written name and the file's name for comparison.
 
 Label Studio percent-encodes names, writes underscores for blanks, and puts eight hexadecimal digits and a hyphen before them.
 """
 
 Folder = tuple[str, ...]
-"""Names of folders, from the root on."""
+"""Names of folders, from the root down."""
 Ranks = dict[str, int]
 """Path -> rank of the match, 0 for the best."""
 
@@ -78,10 +78,10 @@ class Names:
         self._folders: dict[str, Folder] = {}
 
     def find(self, written: str, source: Path, loosely: bool = True) -> Path | None:
-        """The file that an annotation file names, perhaps with the folders of another machine; ``None`` if there is no such file.
+        """The file that an annotation file names, perhaps by its path on another machine; ``None`` if there is no such file.
 
         Args:
-            written: name or path, as the annotation file has it; with or without suffix.
+            written: name or path as it stands in the annotation file, with or without suffix.
             source: the annotation file.
             loosely: whether to compare the name in all forms, not only letter by letter.
 
@@ -108,7 +108,7 @@ class Names:
                     self._bases[source] = str(path.parents[len(parts) - 1])
                 is_other = path.suffix.lower() in IMAGES and last not in (path.name, path.stem)
                 differs = differs or "with another suffix" * is_other
-                elsewhere = "below another folder" * bool(folders and form(folders[-1]) != form(path.parent.name))
+                elsewhere = "in another folder" * bool(folders and form(folders[-1]) != form(path.parent.name))
                 self._report(differs or elsewhere, f"{source}: {written} is {path}")
                 return path
         return None
@@ -125,14 +125,14 @@ class Names:
         return {"file_name": name, "split": split, FAULT: ["image files that are missing", why]}
 
     def pair(self, labels: Sequence[Path], written: Mapping[Path, str] = MappingProxyType({})) -> dict[Path, Path]:
-        """The file that each label file belongs to, by names without suffix; each file is used at most once.
+        """The file that each label file belongs to, matched by names without suffix; each file is used at most once.
 
         Folders must agree, too: ``labels/train/1.txt`` belongs to ``images/train/1.jpg``, and never to ``images/val/1.jpg``. Other
         differences between folders are ignored only if this finds no image for any label file.
 
         Args:
             labels: label files.
-            written: label file -> image name in its content, which decides between several images.
+            written: label file -> image name that its content gives, which decides between several images.
 
         Raises:
             DataError: a label file that could belong to several files.
@@ -167,7 +167,7 @@ class Names:
     def _nearest(
         self, candidates: Sequence[str], folders: Sequence[str], what: str, source: Path, form: Callable[[str], str]
     ) -> str:
-        """The best of several files with one name: by the number of last folders that match, then by split, then by distance."""
+        """The best of several files with the same name: by matching parent folders, then by split, then by distance."""
         split, around = self.listing.split_of(source, with_name=True), set(source.parent.parts)
 
         def rank(path: str) -> tuple[int, bool, int, int]:
@@ -199,9 +199,9 @@ class Names:
         return pairs
 
     def _in_agreement(self, folder: str, groups: Mapping[Folder, Sequence[str]]) -> Ranks:
-        """Files whose folder agrees with that of a label file, and how well; 0 is best.
+        """Files whose folder agrees with that of a label file, and how well it agrees; 0 is best.
 
-        Ultralytics' ``labels`` in place of ``images`` is best, followed by the same folder.
+        Best is a folder ``labels`` in place of ``images``, as in Ultralytics' layout, followed by the same folder.
         """
         own = self._folder(folder)
         if own in groups:
@@ -210,7 +210,7 @@ class Names:
         return {path: 3 for other, paths in groups.items() if set(own) < set(other) for path in paths}
 
     def _without_contradiction(self, folder: str, groups: Mapping[Folder, Sequence[str]]) -> Ranks:
-        """Files that are in no other split, and in every known folder that the label file's path names."""
+        """Files that are not in another split, and that are below every known folder in the label file's path."""
         own, split = set(self._folder(folder)) & self._known_folders, self.listing.split_of(Path(folder, "x"))
         paths = [path for other, paths in groups.items() if own <= set(other) for path in paths]
         return {path: 0 for path in paths if not split or self.listing.split_of(Path(path)) in ("", split)}
@@ -236,12 +236,12 @@ class Names:
 
 
 def _lowest(what: str, ranks: Mapping[str, Any]) -> str:
-    """The file of the lowest rank.
+    """The file with the lowest rank.
 
     Raises:
         DataError: two files share the lowest rank.
     """
     first, *others = sorted(ranks, key=lambda path: (ranks[path], path))
     if others and ranks[first] == ranks[others[0]]:
-        raise DataError(f"{what} belongs to {first} or to {others[0]}; give only one of them this name")
+        raise DataError(f"{what} could belong to {first} or to {others[0]}; give only one of them this name")
     return first

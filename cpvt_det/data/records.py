@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images with the boxes to learn, read from tables one image at a time, on access."""
+"""Images with the boxes to learn, which are read from tables one image at a time, when an image is accessed."""
 
 import bisect
 import itertools
@@ -155,7 +155,7 @@ def join(several: Sequence[Records]) -> Records:
 
 
 def _to_learn(boxes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(A,) of ``BOX`` -> (A,) bool, whether a box is to be learned; (G, 4) float32 xyxy and (G,) int64 labels of those boxes."""
+    """(A,) of ``BOX`` -> (A,) bool, whether each is to be learned; (G, 4) float32 xyxy and (G,) int64 labels of those that are."""
     is_taken = ~boxes["crowd"]
     boxes = boxes[is_taken]
     corners = np.concatenate((boxes["xywh"][:, :2], boxes["xywh"][:, :2] + boxes["xywh"][:, 2:]), axis=1)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images in tar files, in the layout of webdataset. They are found by name, so they can be read in the same order as files.
+"""Images in tar files, in the layout of webdataset. They are found by name, so they can be read in the same order as plain files.
 
-``index.npz``, next to the tar files, lists the place of each member; without it, local tar files are searched.
+``index.npz``, next to the tar files, lists the position of each member; without it, local tar files are searched.
 """
 
 import hashlib
@@ -54,7 +54,7 @@ class Shards:
         """Open a member for reading.
 
         Raises:
-            DataError: a tar file that ends before the member does; no such member; other errors as for a file.
+            DataError: a tar file that ends before the member does; no such member; other errors as for plain files.
         """
         key = np.uint64(_key(name))
         row = int(self.keys.searchsorted(key))
@@ -65,7 +65,7 @@ class Shards:
         if is_url(path):
             content = fetch(path, start, start + size) if size else b""  # a server cannot be asked for 0 bytes
             if len(content) != size:
-                came = f"{len(content)} bytes came instead of {size}"
+                came = f"{len(content)} bytes arrived instead of {size}"
                 raise DataError(f"{path}: {came}; it is cut off, or newer than its {INDEX}, or its server cannot send parts")
             return io.BytesIO(content)
         file = _Part(path, start, size)  # the check of an image reads only its ends
@@ -77,7 +77,7 @@ class Shards:
 
 
 class _Part(io.FileIO):
-    """A part of a file on a disk, as a file."""
+    """A part of a file on a disk that can be used like a file of its own."""
 
     def __init__(self, path: str, start: int, size: int):
         super().__init__(path)
@@ -121,7 +121,7 @@ def _read_index(pattern: str) -> Shards:
         content = fetch(place) if is_url(place) else Path(place).read_bytes()
     except FileNotFoundError:
         if is_url(place):
-            raise DataError(f"no {place}, the index of the tar files; cpvt-det pack writes it") from None
+            raise DataError(f"there is no {place}, the index of the tar files; cpvt-det pack writes it") from None
         return index_shards(folder or ".", names)
     try:
         with np.load(io.BytesIO(content)) as arrays:
@@ -134,7 +134,7 @@ def _read_index(pattern: str) -> Shards:
 
 
 def split_at_shards(path: str) -> tuple[str, str]:
-    """The tar files of a path and the member in them; ("", path) for the path of a plain file."""
+    """Split a path into its tar files and the member in them; ("", path) for the path of a plain file."""
     root, found, name = path.partition(f"{TAR}/")
     # a folder may have such a name; a path already opened as tar files is no folder, and is not looked up again for each image
     is_member = found and (root + TAR in _OPENED or is_url(path) or not os.path.isdir(root + TAR))
@@ -162,7 +162,7 @@ def index_shards(folder: str, names: Sequence[str]) -> Shards:
             with tarfile.open(f"{folder}/{name}", "r:") as tar:
                 rows += [(_key(member.name), number, member.offset_data, member.size) for member in tar if member.isfile()]
         except tarfile.TarError as error:
-            raise DataError(f"{folder}/{name} is not a whole tar file: {error}") from error
+            raise DataError(f"{folder}/{name} is not a complete tar file: {error}") from error
         except FileNotFoundError as error:
             raise MissingFileError(f"there is no {folder}/{name}") from error
     table = np.sort(np.array(rows, "u8, i4, i8, i8"), order="f0")

@@ -18,12 +18,12 @@ MAY_PASS = (408, 425, 429)  # HTTP: request timeout, too early, too many request
 
 
 def is_url(path: str | Path) -> bool:
-    """Whether fsspec reads the path."""
+    """Whether a path is a URL, which fsspec reads."""
     return URL in str(path)
 
 
 def root_of(text: str) -> Path | str:
-    """The root that image names are relative to: a folder or tar files as a path, a URL as text."""
+    """The root that image names are relative to: a path for a folder or tar files, text for a URL."""
     return text.rstrip("/") if is_url(text) else Path(text).expanduser()
 
 
@@ -32,12 +32,12 @@ def fetch(url: str, start: int | None = None, end: int | None = None) -> bytes:
 
     Args:
         url: URL of a file system that fsspec knows.
-        start, end: first byte, and the one after the last.
+        start, end: positions of the first byte, and of the one after the last.
 
     Raises:
         FileNotFoundError: no file at the URL.
         UnreachableError: a server that does not answer, or answers with a temporary error.
-        DataError: a server that refuses; a file system that fsspec does not know, or whose package is not installed.
+        DataError: a server that refuses the request; a file system that fsspec does not know, or whose package is not installed.
     """
     import fsspec
 
@@ -56,16 +56,17 @@ def fetch(url: str, start: int | None = None, end: int | None = None) -> bytes:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Whether a server refused a request for good: a lack of permission, or an HTTP status 4xx that is not temporary."""
+    """Whether a server refused a request for good: because permission is missing, or with a 4xx HTTP status that is not
+    temporary."""
     status = getattr(error, "status", None)
     return isinstance(error, PermissionError) or (type(status) is int and 400 <= status < 500 and status not in MAY_PASS)
 
 
 class Patience:
-    """A time limit on waiting for a place that does not answer, shared by all reads there, in any number of threads.
+    """A time limit on waiting for a server or mount that does not answer, shared by all reads from it, in any number of threads.
 
     Args:
-        seconds: length of this time, counted from the first failed attempt.
+        seconds: the time limit, counted from the first failed attempt.
     """
 
     def __init__(self, seconds: float):
@@ -75,18 +76,18 @@ class Patience:
 
     @property
     def is_over(self) -> bool:
-        """Whether the time is over and nothing at all could be read in it."""
+        """Whether the time is over and nothing at all could be read during it."""
         return not self._answered and self._ends()
 
     def read(self, read: Callable[[], Value], even_if_missing: bool = False) -> Value:
-        """Read something, and retry while its place does not answer.
+        """Read something, and retry while the server or mount does not answer.
 
         Args:
             read: function that reads.
-            even_if_missing: whether a missing file is retried, too: it was there before, so its mount may be gone.
+            even_if_missing: whether to retry if a file is missing, too, because it was there before and its mount may be gone.
 
         Raises:
-            UnreachableError: the place did not answer in all this time.
+            UnreachableError: the server or mount did not answer before the time limit.
         """
         start, told = time.monotonic(), False
         while True:

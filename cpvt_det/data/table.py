@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The images and boxes of a data set as arrays: in memory, or in a file that all processes of a machine map and share.
+"""The images and boxes of a data set as arrays: in memory, or in a file that all processes of a machine share by mapping it.
 
 A Python object per box would take 910 bytes in every process; a row of these arrays takes 53, once per machine.
 """
@@ -31,7 +31,7 @@ class Table:
         images: (N,) of ``IMAGE``.
         names: (bytes,) uint8, the file names in UTF-8, one after the other.
         boxes: (A,) of ``BOX``.
-        about: further data from the file, as values that JSON can hold.
+        about: other data from the file, as values that JSON can hold.
         path: file that the arrays are mapped from, or ``None``.
     """
 
@@ -59,7 +59,7 @@ def save_table(table: Table, file: BinaryIO) -> None:
 
 
 def load_table(path: Path) -> Table:
-    """Map a file of :func:`save_table`, read-only. While it is mapped, a shared lock warns others not to remove it.
+    """Map a file that :func:`save_table` wrote, read-only. While it is mapped, a shared lock warns others not to remove it.
 
     Raises:
         ValueError: a file of another kind, or an incomplete one.
@@ -75,7 +75,7 @@ def load_table(path: Path) -> Table:
             np.lib.format.read_magic(file)
             shape, _, dtype = np.lib.format.read_array_header_1_0(file)
             if file.tell() + shape[0] * dtype.itemsize > len(mapped):
-                raise ValueError(f"{path} is not whole")
+                raise ValueError(f"{path} is incomplete")
             arrays.append(np.ndarray(shape, dtype, mapped, file.tell()))
             file.seek(arrays[-1].nbytes, 1)
     about, *others = arrays

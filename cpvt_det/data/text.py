@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text files as editors and tools write them: one decoder for labels, lists, names, YAML, XML and JSON.
 
-A byte order mark decides the encoding, or else XML's declaration. All other text is UTF-8, UTF-16 or UTF-32, distinguished by the
-zero bytes, as in JSON's standard.
+The encoding is that of the byte order mark or, without one, of XML's declaration. All other text is taken to be UTF-8, UTF-16 or
+UTF-32, which are distinguished by their zero bytes, as in JSON's standard.
 """
 
 import json
@@ -15,7 +15,8 @@ from cpvt_det.common.errors import DataError, first_line
 
 DECLARED = re.compile(rb"""^\s*<\?xml[^>]*?encoding\s*=\s*["']([\w.:-]+)["']""")
 LARGER = {"gb2312": "gb18030", "gbk": "gb18030", "x-gbk": "gb18030"}
-"""Encoding -> a larger one that contains it, and that files often use instead. Source: the WHATWG's encoding standard."""
+"""Encoding -> a larger one that contains it, in which files that declare the smaller one are often written. Source: the WHATWG's
+encoding standard."""
 
 
 def decode(content: bytes) -> str:
@@ -32,12 +33,12 @@ def decode(content: bytes) -> str:
 
 
 def composed(text: str) -> str:
-    """The text in a single Unicode form, because two forms of a character look the same."""
+    """The text in a single Unicode form, because different forms of a character look the same."""
     return unicodedata.normalize("NFC", text)
 
 
 def ends_of(path: Path, size: int) -> str:
-    """The first and last ``size`` bytes of a file as text, to recognise the file by its words."""
+    """The first and last ``size`` bytes of a file as text, to recognise the file by words in it."""
     with path.open("rb") as file:
         content = file.read(size)
         file.seek(max(size, path.stat().st_size - size))

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From predictions to detections and COCO's metrics, with confusion and precision-recall curves."""
+"""From predictions to detections and COCO's metrics, with confusion matrices and precision-recall curves."""

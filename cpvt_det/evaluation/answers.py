@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From samples to predictions, and from these to detections in pixels of the original images.
+"""From samples to predictions, and from predictions to detections in pixels of the original images.
 
-Place in the pipeline: after ``models/`` in evaluation, before ``evaluation/``.
+Place in the pipeline: during evaluation, after ``models/`` and before the rest of ``evaluation/``.
 """
 
 import contextlib
@@ -23,13 +23,14 @@ class PostProcessor:
     Args:
         classification: the classification that the model was trained with.
         max_detections: largest number of detections per image.
-        nms: intersection over union above which the worse of two detections of a class gets the score 0; 1 for no NMS.
+        nms: if two detections of a class have an intersection over union above this, the one with the lower score gets the score 0;
+            1 turns NMS off.
 
     Attributes:
         outputs: names of the outputs of :meth:`decode`, for exported programs.
 
     Raises:
-        ValueError: a maximum below 1; ``nms`` not above 0, or above 1.
+        ValueError: ``max_detections`` below 1, or ``nms`` outside (0, 1].
     """
 
     outputs = ("boxes", "scores", "labels")
@@ -66,12 +67,13 @@ class PostProcessor:
                 program, a tuple, which is already decoded.
 
         Returns:
-            Boxes (B, n, 4) float, xyxy in [0, 1] of the unpadded image; scores (B, n) float, best first; labels (B, n) int64.
+            Boxes (B, n, 4) float, xyxy in [0, 1], relative to the unpadded image; scores (B, n) float, best first; labels (B, n)
+            int64.
         """
         return predictions if isinstance(predictions, tuple) else self.rank(predictions)[:3]
 
     def rank(self, predictions: Predictions) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The result of :meth:`decode`, and the query (B, n) int64 of each detection."""
+        """The result of :meth:`decode`, and the index of each detection's query, (B, n) int64."""
         scores, labels, queries = self.classification.decode(predictions.logits[-1], self.max_detections)
         boxes = predictions.boxes[-1].gather(1, queries[..., None].expand(-1, -1, 4))
         boxes = cxcywh_to_xyxy(boxes).clamp(0, 1)
@@ -83,15 +85,16 @@ class PostProcessor:
 
 
 def without_copies(boxes_xyxy: Tensor, scores: Tensor, labels: Tensor, threshold: float) -> Tensor:
-    """Scores of detections, set to 0 if the intersection over union with a better one of the same class is above a threshold.
+    """Scores of detections, set to 0 where the intersection over union with a better detection of the same class is above a
+    threshold.
 
-    A box whose score became 0 suppresses no other. The loop takes n steps, even in exported programs, because n is small here.
+    A box whose score was set to 0 suppresses no other box. The loop takes n steps, in exported programs as well; n is small here.
 
     Args:
         boxes_xyxy: (B, n, 4) float, in any unit.
         scores: (B, n) float, best first.
         labels: (B, n) int64.
-        threshold: largest intersection over union of two detections of a class, above 0 and below 1.
+        threshold: largest intersection over union that two detections of a class may have, above 0 and below 1.
 
     Returns:
         (B, n) float.

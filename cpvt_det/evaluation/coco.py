@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Average precision as COCO defines it, for the detections and the ground truth of many images.
 
-Place in the pipeline: after ``answers.py``, the last step.
+Place in the pipeline: after ``answers.py``, as the last step.
 
-A backend matches detections and objects at ten IoUs; the metrics are computed from its arrays here, in one function for all
-backends, because ``summarize`` of pycocotools returns -1 for AP with any limit other than 100 detections.
+A backend matches detections and objects at ten IoU thresholds; the metrics are computed from its arrays here, in one function for
+all backends, because ``summarize`` of pycocotools returns -1 for AP with any limit other than 100 detections.
 """
 
 import io
@@ -47,11 +47,11 @@ class CocoEvaluator(Evaluator):
         class_ids: category id of each of the K classes in the file.
         class_names: name of each of the K classes.
         backend: "faster_coco_eval", or "pycocotools", which computes the same metrics more slowly.
-        max_detections: number of best detections per class and image that count. ``None``: 100, as in COCO, or all if an image of
-            the ground truth has more than 100 objects of a class.
+        max_detections: how many of the best detections count, per class and image. ``None`` means 100, as in COCO, or all if any
+            image of the ground truth has more than 100 objects of one class.
 
     Raises:
-        ValueError: ids and names that do not form pairs, or ground truth with other ids.
+        ValueError: ids and names that differ in number or are not unique, or ground truth with other ids.
         UnknownNameError: a backend that does not exist.
 
     Attributes:
@@ -91,21 +91,21 @@ class CocoEvaluator(Evaluator):
 
         Raises:
             ValueError: an image that is unknown or was already added; boxes, scores or labels that differ in number, are not
-                finite or are out of range. NaN scores have no order, and could give a broken model an AP of 100.
+                finite or are out of range. NaN scores cannot be sorted, and could give a broken model an AP of 100.
         """
         self.check_new(image_id)
         boxes, scores, labels = _checked_arrays(image_id, detections, len(self.class_ids))
         self._found[int(image_id)] = labels, np.concatenate((boxes[:, :2], boxes[:, 2:] - boxes[:, :2]), axis=1), scores
 
     def coco_results(self) -> list[dict[str, Any]]:
-        """The detections in COCO's results format: category ids of the file, boxes xywh.
+        """The detections in COCO's results format, with the category ids of the file and xywh boxes.
 
-        They are in the order of the images in the ground truth, whichever process added them.
+        They are in the order of the images in the ground truth, no matter which process added them.
         """
         return list(self._rows(self._columns()))
 
     def _rows(self, columns: Sequence[np.ndarray]) -> Iterator[dict[str, Any]]:
-        """The detections of ``_columns``, or some of them, in COCO's results format."""
+        """All or some of the detections of ``_columns``, in COCO's results format."""
         image_ids, labels, boxes, scores = columns
         ids = np.array(self.class_ids)[labels]
         rows = zip(*(column.tolist() for column in (image_ids, ids, boxes, scores)), strict=True)
@@ -132,10 +132,11 @@ class CocoEvaluator(Evaluator):
         return {"bbox": _figures(precision, recall, self.class_names, self._limits)}
 
     def evaluate_together(self) -> dict[str, dict[str, float]]:
-        """The same figures for process 0's detections, with the classes divided among all processes; each must call it.
+        """The same figures for process 0's detections, with the classes divided among all processes, each of which must call this.
 
         Returns:
-            The figures on process 0; an empty dict on the others. The work of a subclass's own :meth:`evaluate` is not divided.
+            The figures on process 0; an empty dict on the others. If a subclass overrides :meth:`evaluate`, its work is not
+            divided.
         """
         if type(self).evaluate is not CocoEvaluator.evaluate:
             return super().evaluate_together()
@@ -167,7 +168,7 @@ class CocoEvaluator(Evaluator):
         return precision[:, :, order], recall[:, order]
 
     def matches(self) -> Matches:
-        """The detections added so far and their objects, matched once for all callers."""
+        """The detections added so far, matched with the objects; the matching is done once for all callers."""
         if self._matched[0] < len(self._found):
             self._matched = len(self._found), Matches(self._ground_truth, *self._columns(), self.max_detections)
         return self._matched[1]
@@ -180,7 +181,7 @@ class CocoEvaluator(Evaluator):
 
 
 def format_table(results: dict[str, dict[str, float]]) -> str:
-    """The metrics of ``CocoEvaluator.evaluate`` as text: precision, recall, and the AP of each class; NaN is "n/a"."""
+    """The metrics of ``CocoEvaluator.evaluate`` as text: precision, recall, and the AP of each class; NaN is shown as "n/a"."""
     figures = {name: "n/a" if math.isnan(value) else f"{value:.3f}" for name, value in results["bbox"].items()}
     classes = [(name.removeprefix("AP-"), text) for name, text in figures.items() if name.startswith("AP-")]
     tables = []
@@ -217,9 +218,10 @@ def _match(
     detected: list[dict[str, Any]],
     max_detections: list[int],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Precision (10 IoUs, 101 recalls, K, 4 areas, limits) and recall (10, K, 4, limits), classes by ascending id.
+    """Precision (10 IoUs, 101 recalls, K, 4 areas, limits) and recall (10, K, 4, limits), with classes by ascending id.
 
-    -1 means no ground truth. Objects and detections are annotations with ids from 1; the backends modify them.
+    -1 means that there is no ground truth. Objects and detections are given as annotations with ids from 1; the backends modify
+    them.
     """
     coco_class, eval_class = map(resolve_name, BACKENDS[backend])
     sides = []
@@ -240,7 +242,7 @@ def _match(
 
 
 def _figures(precision: np.ndarray, recall: np.ndarray, class_names: list[str], limits: Sequence[int | None]) -> dict[str, float]:
-    """The metrics of ``CocoEvaluator.evaluate`` from the arrays of ``_match``, classes by label."""
+    """The metrics of ``CocoEvaluator.evaluate`` from the arrays of ``_match``, with classes by label."""
 
     def mean(values: np.ndarray) -> float:
         values = values[values > -1]

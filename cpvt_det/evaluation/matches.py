@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Objects and detections of a test set as arrays, and their matches: the basis of thresholds, curves, confusion and report.
 
-AP itself is computed by the libraries of ``evaluation/coco.py``. They do not all return their matches, so their rule is repeated
-here.
+AP itself is computed by the libraries of ``evaluation/coco.py``. They do not all return their matches, so their matching rule is
+implemented again here.
 """
 
 from collections.abc import Sequence
@@ -20,11 +20,12 @@ from cpvt_det.evaluation.thresholds import Curve
 IOU = 0.5
 """Smallest IoU at which a detection may be matched to an object."""
 NOTHING = -1
-"""Index of an object that marks a false detection."""
+"""Stands in place of an object's index for a false detection."""
 IGNORED = -2
-"""Index of an object that marks a detection in a crowd, or beyond those that count per class and image."""
+"""Stands in place of an object's index for a detection in a crowd, or for one beyond those that count per class and image."""
 COUNTED = 100
-"""Number of best detections per class and image that count, as in COCO. If an image has more objects of a class, all count."""
+"""How many of the best detections count per class and image, as in COCO. If any image has more objects of a class, all detections
+count."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class GroundTruth:
 
     @cached_property
     def most_of_a_class(self) -> int:
-        """The largest number of objects of a class in an image, without crowds."""
+        """The largest number of objects of one class in one image, not counting crowds."""
         labels = self.objects["label"].astype(np.int64)
         pairs = (self.image_of * (labels.max(initial=0) + 1) + labels)[~self.objects["crowd"]]
         return int(np.unique(pairs, return_counts=True)[1].max(initial=0))
@@ -105,21 +106,22 @@ def ground_truth_of(source: Records | dict[str, Any], class_ids: Sequence[int]) 
 class Matches:
     """The objects and the detections of a test set, image by image, and the object matched to each detection.
 
-    Detections are matched by descending score, so those with lower scores do not affect the others. At a score threshold, the
-    matches are therefore those of the detections that pass it.
+    Detections are matched in order of descending score, so a detection does not affect those with higher scores. To apply a score
+    threshold, it is therefore enough to leave out the matches of the detections below it.
 
     Args:
         truth: images and their objects.
         image_ids, labels, boxes, scores: arrays with all detections: (n,) int64; (n,) int64 in [0, K); (n, 4) float64, xywh in
             pixels; (n,) float64.
-        counted: number of best detections per class and image that count; ``None`` for all.
+        counted: how many of the best detections count per class and image; ``None`` for all.
 
     Attributes:
         image_ids: (N,) int64, ascending.
         record_of: (N,) int64, index of each image in ``truth``.
         objects: (A,) of ``cpvt_det.data.table.BOX``.
         image_of_object: (A,) int64, ascending, index of the image of each object.
-        image_of: (n,) int64, ascending, index of the image of each detection. Detections of one image are by descending score.
+        image_of: (n,) int64, ascending, index of the image of each detection. The detections of an image are sorted by descending
+            score.
         labels, boxes, scores: the arguments, in the order of ``image_of``.
     """
 
@@ -148,7 +150,7 @@ class Matches:
 
     @cached_property
     def same_class(self) -> np.ndarray:
-        """(n,) int64: index of the object of the same class that each detection found, ``NOTHING`` or ``IGNORED``, as in AP."""
+        """(n,) int64: index of the object of the same class matched to each detection, ``NOTHING`` or ``IGNORED``, as in AP."""
         matched = self._match(same_class=True)
         if self.counted is not None:
             groups = self.image_of * (self.labels.max(initial=0) + 1) + self.labels
@@ -221,7 +223,7 @@ class Matches:
         return np.stack([np.bincount(which, minlength=len(self.image_ids)) for which in images], axis=1)
 
     def worst(self, threshold: float, most: int) -> list[int]:
-        """Indices of the images with the most :meth:`mistakes`, at least one each; among equals, the lower id comes first."""
+        """Indices of the images with the most :meth:`mistakes`, at least one each; ties are sorted by id."""
         total = self.mistakes(threshold).sum(axis=1)
         return [index for index in np.argsort(-total, kind="stable")[:most].tolist() if total[index]]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Precision and recall by score, and the lowest scores at which a trained model's detections are used."""
+"""Precision and recall at each score threshold, and the thresholds from which a trained model's detections are used."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -44,12 +44,12 @@ class Curve:
 
     @property
     def precision(self) -> np.ndarray:
-        """(n,) float64: share of right detections among each one and all before it."""
+        """(n,) float64: share of right detections among the first 1, 2, ... n."""
         return np.cumsum(self.right) / np.arange(1, len(self.right) + 1)
 
     @property
     def recall(self) -> np.ndarray:
-        """(n,) float64: share of the objects found by each detection and all before it; NaN without objects."""
+        """(n,) float64: share of the objects that the first 1, 2, ... n detections find; NaN without objects."""
         return np.cumsum(self.right) / (self.num_objects or math.nan)
 
     def average_precision(self) -> float:
@@ -64,7 +64,7 @@ class Curve:
         return float(np.append(envelope, np.zeros(1))[indices].mean())
 
     def best(self) -> OperatingPoint | None:
-        """The highest of the thresholds with the best F1; ``None`` if no detection is right."""
+        """The point with the best F1, at the highest threshold if several are equal; ``None`` if no detection is right."""
         if not self.num_objects or not self.right.any():
             return None
         ends = np.flatnonzero(np.append(self.scores[1:] != self.scores[:-1], True))  # equal scores pass a threshold together
@@ -114,7 +114,7 @@ class Thresholds:
     def describe(self, names: tuple[str, ...], most: int = 10) -> str:
         """One line: the overall threshold, and those of the first classes."""
         if self.overall is None:
-            return "none, as no detection is right"
+            return "none, because no detection is correct"
         shown = [f"{name} {_text(value)}" for name, value in zip(names[:most], self.classes, strict=False)]
         return f"{_text(self.overall)} ({', '.join(shown)}{', ...' if len(names) > most else ''})"
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Detection in tiles of large images: choose the tiles, detect objects in each, and merge them into the objects of the image.
 
-Source: SAHI (arXiv 2202.06934), sections 3 and 4: overlapping slices next to the whole image, and merging by intersection over the
-smaller box. Differences are described where they occur.
+Source: SAHI (arXiv 2202.06934), sections 3 and 4: overlapping slices in addition to the whole image, and merging by intersection
+over the smaller box. Differences are described where they occur.
 """
 
 import math
@@ -21,18 +21,19 @@ from cpvt_det.evaluation.answers import PostProcessor, detect
 
 MERGES = ("ios", "nms")
 SMALLEST = 32
-"""Smallest side of a tile in pixels, one cell of a detector's coarsest map; it cuts a 12-megapixel photograph into 18,000 tiles."""
+"""Smallest side of a tile in pixels: that of one cell of a detector's coarsest map. It cuts a 12-megapixel photograph into 18,000
+tiles."""
 SAME = 0.5
 """Overlap above which two detections of one class, from two windows, are one object."""
 NEAR = 0.01
 """Distance from a border, as a fraction of the tile's side, within which a box counts as touching it. A box that was cut there
 seldom ends exactly on the border."""
 CUT = 0.5
-"""Factor on a cut object's score in the order of merging only, because another window may show the object whole."""
+"""Factor on a cut object's score, used only in the order of merging, because another window may show the whole object."""
 
 
 class Window(NamedTuple):
-    """A part of an image, in its pixels."""
+    """A rectangular part of an image, in pixels of the image."""
 
     top: int
     left: int
@@ -42,15 +43,15 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True)
 class Tiling:
-    """How images are cut into tiles, and their detections merged.
+    """How images are cut into tiles, and how the detections of the tiles are merged.
 
     Attributes:
         size: side of a tile in pixels, at least 32; an image that fits into one tile is not cut.
         overlap: smallest fraction of a tile's side that neighbouring tiles share, from 0 to below 1. An object no larger than the
-            shared part is whole in one of them.
-        merge: measure of overlap by which two detections are one object. ``nms``: intersection over union; ``ios``: the same, but
-            intersection over the smaller box if one of the two is cut by its tile.
-        whole: whether to detect in the whole image, too, for objects that are larger than a tile.
+            shared part is completely inside one of them.
+        merge: measure of overlap that decides whether two detections are the same object. ``nms``: intersection over union;
+            ``ios``: the same, but intersection over the smaller box if one of the two is cut by its tile.
+        whole: whether to detect objects in the whole image as well, to find those that are larger than a tile.
 
     Raises:
         ValueError: a size that is not a whole number or is below 32, or an overlap outside [0, 1).
@@ -66,7 +67,7 @@ class Tiling:
         if isinstance(self.size, bool) or not isinstance(self.size, Integral) or self.size < SMALLEST:
             raise ValueError(f"the side of a tile must be a whole number of at least {SMALLEST} pixels, got {self.size}")
         if not 0 <= self.overlap < 1:
-            raise ValueError(f"the overlap of tiles must be a share of their side from 0 to below 1, got {self.overlap}")
+            raise ValueError(f"the overlap of tiles must be a fraction of their side, from 0 to below 1, got {self.overlap}")
         if self.merge not in MERGES:
             raise UnknownNameError("way to merge tiles", self.merge, MERGES)
 
@@ -78,7 +79,8 @@ class Tiling:
 
 
 def _starts(extent: int, size: int, overlap: float) -> list[int]:
-    """Start of each tile along one side: the fewest tiles that the overlap allows, evenly spread, the last at the image's end."""
+    """Start of each tile along one side: the fewest tiles that the overlap allows, evenly spaced, with the last one ending where
+    the image ends."""
     if extent <= size:
         return [0]
     step = max(1, math.floor(size * (1 - overlap) + 1e-6))  # 100 * (1 - 0.9) is 9.999999999999998
@@ -132,13 +134,13 @@ def merge_windows(
 ) -> Detections:
     """Merge the detections of an image's windows into detections of the image, each object once.
 
-    Detections are visited by descending score, halved for cut objects. Each one stays unless it shows the same object as an earlier
-    one of its class from another window. Those of one window never suppress each other, because a DETR's are different objects.
-    SAHI suppresses these, too, and takes the union of the boxes that it merges.
+    Detections are visited in order of descending score, where the scores of cut objects are halved. A detection is kept unless it
+    shows the same object as an earlier one of its class from another window. Detections of one window never suppress each other,
+    because a DETR predicts different objects. SAHI suppresses these as well, and replaces boxes that it merges by their union.
 
     Args:
         found: detections of each window, on the CPU, boxes in pixels of the window.
-        windows: windows of the image; detections of a single window are returned unchanged.
+        windows: windows of the image; if there is only one, its detections are returned unchanged.
         size: (height, width) of the image.
         merge: as in :attr:`Tiling.merge`.
         max_detections: largest number of detections.
@@ -179,7 +181,7 @@ def _choose(
         scores: (n,) float.
         labels: (n,) int64.
         is_cut: (n,) bool.
-        origin: (n,) int64, number of the window.
+        origin: (n,) int64, number of the window that each detection comes from.
         merge: as in :attr:`Tiling.merge`.
     """
     areas = (boxes[:, 2:] - boxes[:, :2]).prod(1)

@@ -17,9 +17,9 @@ from cpvt_det.data.records import ImageRecord
 from cpvt_det.evaluation.evaluator import Evaluator
 
 BEST = 5
-"""Number of best classes that are stored for an image."""
+"""How many of the best classes are stored for each image."""
 LISTED = 20
-"""Largest number of classes, or of pairs of classes, in a table of the log."""
+"""Largest number of classes, or of pairs of classes, in a table in the log."""
 Answer = tuple[list[int], list[float]]
 """The best classes of an image, and their scores."""
 
@@ -49,7 +49,7 @@ class ClassEvaluator(Evaluator):
 
         Raises:
             ValueError: an image that is unknown or was already added; a wrong number of scores, or scores that are not finite,
-                because NaN has no order.
+                because NaN cannot be sorted.
         """
         self.check_new(image_id)
         if scores.shape != (len(self.names),) or not scores.isfinite().all():
@@ -78,7 +78,7 @@ class ClassEvaluator(Evaluator):
         return {"classes": figures}
 
     def confusion(self) -> np.ndarray:
-        """(K, K) int64: number of images by class (rows) and best class found (columns), without images that were never added."""
+        """(K, K) int64: number of images by true class (rows) and predicted class (columns), without images never added."""
         counts = np.zeros((len(self.names), len(self.names)), dtype=np.int64)
         for image_id, (best, _) in self._found.items():
             counts[self._labels[image_id], best[0]] += 1

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trained detector -> a program of torch's operators, or an ONNX file, that runs without this package and is compared with it."""
+"""Export a trained detector as torch operators or as ONNX, to run without this package, and compare the two."""

@@ -26,7 +26,7 @@ UNSEEN = ((1, 2, 5), (3, 5, 3), (4, 6, 6))
 
 @dataclass
 class Comparison:
-    """The comparison of one batch.
+    """The result of comparing one batch.
 
     Attributes:
         canvas: shape of the batch.
@@ -49,7 +49,7 @@ def traced_canvas(detector: ImageModel, batch: int | None = None, size: Size | N
 
 
 def unseen_canvases(detector: ImageModel, traced: Canvas, dynamic: Collection[str]) -> list[Canvas]:
-    """Three canvases that differ from the traced one in every dynamic dimension, as far as a learned table allows."""
+    """Three canvases that differ from the traced one in every dynamic dimension, as far as a learned table allows such sizes."""
     stride = detector.size_divisibility
     canvases = []
     for batch, *sides in UNSEEN:
@@ -101,9 +101,9 @@ def difference(found: Detections, expected: Detections, nms: float = 1.0) -> tup
     """The largest difference of boxes and of scores.
 
     Scores are compared by rank. Boxes are compared in one-to-one pairs of the same label, chosen for the smallest differences in
-    box and score, because the order of detections with equal scores is not defined. With NMS, a detection that rounding moves
-    across the threshold does not count as a difference. Then only the best score and the remaining boxes are compared, and
-    the suppressed detections must be exactly the copies among the found boxes.
+    box and score, because the order of detections with equal scores is not defined. With NMS, rounding may move an overlap across
+    the NMS threshold, which must not count as a difference. So with NMS, only the best score and the remaining boxes are compared,
+    and the suppressed detections must be exactly the copies among the found boxes.
 
     Args:
         found: n detections, best first; with NMS, copies have the score 0.
@@ -111,8 +111,8 @@ def difference(found: Detections, expected: Detections, nms: float = 1.0) -> tup
         nms: NMS threshold of the post-processor.
 
     Returns:
-        The difference of boxes, in their unit, and of scores; infinite if a number is not finite, a label is too frequent, a copy
-        was not suppressed, or a detection that is not a copy was suppressed.
+        The difference of boxes, in their unit, and of scores; infinite if a number is not finite, a label occurs more often than
+        expected, a copy was not suppressed, or a detection that is not a copy was suppressed.
     """
     kept = (found.scores != 0) | (nms == 1)
     if nms < 1 and not _copies_are(~kept, found, nms):
@@ -158,7 +158,7 @@ def _largest(differences: Tensor) -> float:
 
 
 def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
-    """The answer of the second call and its time in seconds, because the first call may compile."""
+    """The result of the second call and its time in seconds; the first call may compile and is not timed."""
     call()
     start = time.perf_counter()
     answer = call()

@@ -39,7 +39,7 @@ class Canvas:
 
 
 class ExportModule(nn.Module):
-    """A model together with normalisation and post-processing, so that a user of the file needs no constants.
+    """A model together with normalisation and post-processing, so that a user of the file needs no constants, such as pixel means.
 
     Args:
         detector: result of :func:`prepare`.
@@ -55,7 +55,7 @@ class ExportModule(nn.Module):
         self.half_precision = half_precision
 
     def forward(self, images: Tensor, padding_mask: Tensor) -> tuple[Tensor, ...]:
-        """Detect.
+        """Run model and post-processing.
 
         Args:
             images: (B, 3, H, W) float32, RGB from 0 to 255, at the top left of a canvas whose sides are multiples of the

@@ -94,7 +94,7 @@ def write_program(
 def _for_old_runtimes(model: Any) -> Any:
     """Convert an ``onnx.ModelProto`` to the oldest file format that its operators allow, without the additions of later formats.
 
-    These additions are the exporter's notes on every operator, such as the files and lines that it came from.
+    These additions are the exporter's notes on every operator, such as the source files and lines that it came from.
     """
     from onnx.helper import find_min_ir_version_for
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Convert convolutions and linear layers of a float32 file to int8, by onnxruntime's quantization or NNCF.
 
-Attention, norms, sampling, boxes and scores stay in float32. So do depthwise convolutions such as PEG's, because their few products
-take little time and their channels have different ranges. ``docs/export.md`` has the AP of this choice.
+Attention, norms, sampling, boxes and scores stay in float32. So do depthwise convolutions such as PEG's, because they need few
+multiplications and their channels have different ranges. ``docs/export.md`` states the AP of int8 files made this way.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ def quantize(path: Path, format: str, images: Iterable[Tensor], facts: Mapping[s
     Args:
         path: path of the file.
         format: ``onnx`` or ``openvino``.
-        images: (3, h, w) each, in [0, 255], prepared as in evaluation, to measure the ranges of activations on.
+        images: (3, h, w) each, in [0, 255], prepared as in evaluation; the ranges of activations are measured on them.
         facts: metadata of the file.
 
     Raises:
@@ -96,7 +96,7 @@ def _quantize_onnx(path: Path, target: Path, feeds: Iterator[Feed]) -> None:
 
 def _kept(graph: Any) -> list[str]:
     """Names of operators that stay in float32: depthwise convolutions, and products with constants other than matrices, such as
-    keys of constant queries."""
+    attention keys that are computed from constant queries."""
     shapes = {weight.name: weight.dims for weight in graph.initializer}
     names = []
     for node in graph.node:

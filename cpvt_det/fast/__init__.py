@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faster classes that replace the plain ones of a finished model: the same parameters, names and results, up to rounding.
+"""Faster classes that replace the plain ones of a built model; parameters, names and, up to rounding, results stay the same.
 
 Models are plain torch. The builders call :func:`accelerate`, which replaces a model's classes with those of this package. At each
-call, ``ops/routes.py`` decides whether a faster class pays on this processor; if not, it computes as the plain class does. With
-``CPVT_DET_WITHOUT=all`` in the environment, models stay plain.
+call, ``ops/routes.py`` decides whether the faster computation pays on this processor; if not, the class computes as the plain one
+does. With ``CPVT_DET_WITHOUT=all`` in the environment, models stay plain.
 """
 
 from torch import nn
@@ -65,10 +65,10 @@ FASTER: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def accelerate(model: nn.Module) -> nn.Module:
-    """Give the parts of a model their faster classes, in place.
+    """Replace the classes of a model's parts with faster ones, in place.
 
     Args:
-        model: one of our models. Third-party or user-defined parts, such as timm's, are left alone with everything inside them.
+        model: one of our models. Third-party parts, such as timm's, and user-defined ones are left alone, with everything in them.
 
     Returns:
         The model.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convolutions by the fastest method for a CPU. A norm with fixed statistics is folded into the weight.
+"""Convolutions by the method that is fastest on a CPU. A norm with fixed statistics is folded into the weight.
 
-On one thread, torch gives 1x1 convolutions to MKL, unless they are strided or dilated. oneDNN is faster, most of all on AMD
-processors with AVX-512. So 1x1 convolutions are dilated here, which has no effect on a kernel of one cell.
+On one thread, torch passes 1x1 convolutions to MKL, unless they are strided or dilated. oneDNN is faster, most of all on AMD
+processors with AVX-512. So 1x1 convolutions are given a dilation here, which has no effect on a kernel of one cell.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ FEW_CELLS = 6400  # cells of a batch's output below which oneDNN computes the gr
 
 
 class FastConv2d(nn.Conv2d):
-    """``nn.Conv2d`` by :func:`convolve`."""
+    """``nn.Conv2d`` computed by :func:`convolve`."""
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, C', H', W')."""
@@ -32,8 +32,8 @@ class FastConv2d(nn.Conv2d):
 
 
 def can_fold(convolution: nn.Module, norm: nn.Module, x: Tensor) -> bool:
-    """Whether a convolution of ``x`` computes exactly what torch's does, the norm after it has fixed statistics, and no hook sees
-    either. Traced programs keep their batch norms."""
+    """Whether the norm after a convolution of ``x`` can be folded into it: the convolution computes exactly what torch's does, the
+    norm has fixed statistics, and neither has hooks. Traced programs keep their batch norms."""
     is_torch_s = type(convolution) in (nn.Conv2d, FastConv2d) and convolution.padding_mode == "zeros"
     is_batch_norm = isinstance(norm, MaskedBatchNorm2d) and not norm.training and routes.is_plain(x)
     is_fixed = type(norm) is FrozenBatchNorm2d or is_batch_norm
@@ -41,7 +41,7 @@ def can_fold(convolution: nn.Module, norm: nn.Module, x: Tensor) -> bool:
 
 
 class FastConvNorm(ConvNorm):
-    """A convolution with its batch norm folded in, in evaluation."""
+    """A convolution whose batch norm is folded into it in evaluation."""
 
     def forward(self, x: Tensor, valid: Tensor | None, after: Tensor | None = None) -> Tensor:
         """Arguments and result as in :meth:`ConvNorm.forward`."""
@@ -53,10 +53,11 @@ class FastConvNorm(ConvNorm):
 
 
 class FastRepVGGBlock(RepVGGBlock):
-    """One 3x3 convolution in evaluation: the 1x1 convolution and both norms are folded into it."""
+    """A block that is a single 3x3 convolution in evaluation, with the 1x1 convolution and both norms folded into it."""
 
     def forward(self, x: Tensor, valid: Tensor | None) -> Tensor:
-        """(B, C, H, W) -> the same. Only outputs of padded cells may differ: there, the 1x1 convolution alone sees the padding."""
+        """(B, C, H, W) -> the same. Only outputs of padded cells may differ from those of the plain block, in which only the 1x1
+        convolution sees the values under the padding."""
         branches = [] if self.conv2 is None else [self.conv1, self.conv2]
         if not (branches and all(can_fold(branch.conv, branch.norm, x) for branch in branches)):
             return super().forward(x, valid)
@@ -65,7 +66,7 @@ class FastRepVGGBlock(RepVGGBlock):
 
 
 def convolve(convolution: nn.Conv2d, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``convolution(x)`` with this weight and bias, its own or those with the next norm folded in; both get gradients.
+    """``convolution(x)`` with the given weight and bias: its own, or those with the next norm folded in. Both get gradients.
 
     Args:
         convolution: convolution that pads with zeros.
@@ -90,7 +91,7 @@ def convolve(convolution: nn.Conv2d, x: Tensor, weight: Tensor, bias: Tensor | N
 
 
 def _convolve_1x1(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int] = (1, 1)) -> Tensor:
-    """The product of every ``stride``-th cell of (B, C, H, W) float with (C', C, 1, 1), and the bias -> (B, C', H', W')."""
+    """Multiply every ``stride``-th cell of (B, C, H, W) float by (C', C, 1, 1), and add the bias -> (B, C', H', W')."""
     if not routes.takes("pointwise", x):
         return F.conv2d(x, weight, bias, stride)
     cells = x[:, 0, :: stride[0], :: stride[1]].numel()
@@ -135,7 +136,7 @@ class _ByRows(torch.autograd.Function):
 
 
 def _weight_gradient(x: Tensor, grad: Tensor, side: int, stride: Sequence[int], padding: Sequence[int]) -> Tensor:
-    """The gradient (C', C, side, side) from input (B, C, H, W) and gradient (B, C', H', W'), both channels last."""
+    """The weight's gradient (C', C, side, side) from input (B, C, H, W) and output gradient (B, C', H', W'), both channels last."""
     batch, out_channels, height, width = grad.shape
     channels, of_rows = x.shape[1], grad.permute(0, 2, 3, 1).reshape(-1, out_channels).T
     cells = x.permute(0, 2, 3, 1)  # (B, C, H, W) -> (B, H, W, C)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dropout in less than half of torch's time on a CPU: our own kernel draws the numbers from a seed of torch's generator.
+"""Dropout in less than half of torch's time on a CPU: our own kernel draws the numbers, from a seed that torch's generator gives.
 
-On other devices, in compiled and exported programs, and without numba, torch's dropout runs.
+On other devices, in compiled and exported programs, and without numba, torch's dropout is used.
 """
 
 import functools
@@ -40,7 +40,7 @@ def _is_own(x: Tensor, probability: float) -> bool:
 
 
 class FastDropout(nn.Dropout):
-    """``nn.Dropout`` by :func:`dropout`."""
+    """``nn.Dropout`` computed by :func:`dropout`."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Dropout of ``x``, of any shape."""
@@ -48,7 +48,7 @@ class FastDropout(nn.Dropout):
 
 
 class _KernelDropout(torch.autograd.Function):
-    """:func:`dropout` by the kernel. The backward pass draws the same bits again, or after a ReLU uses the output as the mask."""
+    """:func:`dropout` by the kernel. The backward pass draws the same bits again or, after a ReLU, uses the output as the mask."""
 
     @staticmethod
     def forward(ctx, x, probability, seed, rectify):

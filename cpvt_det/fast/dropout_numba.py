@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dropout's CPU kernel: random bits from a seed and an element's position, so that no mask is stored for the backward pass.
+"""Dropout's CPU kernel: its random bits depend on a seed and an element's position, so no mask is stored for the backward pass.
 
 The bits come from Philox-4x32 with seven rounds, which passes every test of BigCrush (Salmon et al., Parallel random numbers: as
 easy as 1, 2, 3, 2011). Sixteen bits decide on each element, so probabilities are rounded to multiples of 2^-16.
@@ -46,7 +46,7 @@ def _drop(x, out, threshold, scale, floor, key, start, stop):
 
 
 def keep_scale(probability: float) -> float:
-    """The factor for elements that are not dropped: one over their share, after rounding."""
+    """The factor for elements that are not dropped: one over the probability of keeping an element, after rounding."""
     return STEPS / (STEPS - round(probability * STEPS))
 
 

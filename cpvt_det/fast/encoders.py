@@ -22,7 +22,7 @@ from cpvt_det.ops import routes
 from cpvt_det.position.encoding import PositionEncoding
 
 LEAST_SAVING = 0.1
-"""Share of padded tokens below which packing, with its loop over images, does not pay."""
+"""Share of padded tokens below which packing is not worth its loop over images."""
 
 
 def packing_for(
@@ -34,8 +34,8 @@ def packing_for(
 ) -> Packing | None:
     """The packing of a batch's tokens for an encoder; ``None`` if the encoder should compute all tokens.
 
-    It should if little is padded, if the encoding looks at padded tokens or acts inside layers, if an image may skip a part of a
-    layer, or if a layer is not ours or has a hook, which expects the whole batch.
+    It should if packing is switched off, if little is padded, if the encoding looks at padded tokens or acts inside layers, if an
+    image may skip a part of a layer, if a layer is not from this package, or if it has a hook, which expects the whole batch.
 
     Args:
         encoder: the encoder.
@@ -59,7 +59,7 @@ def packing_for(
 
 @dataclass(frozen=True)
 class PackedEncoding:
-    """A position encoding for packed tokens, with the calls that an encoder makes.
+    """A position encoding for packed tokens, with the methods that an encoder calls.
 
     Attributes:
         position: the encoding, which sees the whole batch.

@@ -21,7 +21,7 @@ from cpvt_det.ops.deformable_attention import ms_deform_attn
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0) -> Tensor:
-    """``F.scaled_dot_product_attention``. Dropout on a CPU makes it run step by step, as in torch, but with a faster dropout."""
+    """``F.scaled_dot_product_attention``. With dropout on a CPU it runs step by step, as in torch, but with our faster dropout."""
     if not dropout_p or not routes.is_plain(q):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, dropout_p=dropout_p)
     scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers that use the faster of a CPU's two libraries for matrix products.
+"""Linear layers that use the faster of torch's two libraries for matrix products on a CPU.
 
 torch gives float32 products to MKL and convolutions to oneDNN. On AMD processors, MKL uses only AVX2; oneDNN also uses AVX-512, and
 is about twice as fast. So on such processors a product is written as a 1x1 convolution.
@@ -24,7 +24,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class FastLinear(nn.Linear):
-    """``nn.Linear`` by :func:`linear`."""
+    """``nn.Linear`` computed by :func:`linear`."""
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., C) -> (..., C')."""

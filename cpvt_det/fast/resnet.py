@@ -20,7 +20,7 @@ from cpvt_det.models.backbones.resnet import MaskedOps, ResNetBackbone
 from cpvt_det.ops import routes
 
 LEAST_SAVING = 0.1
-"""Share of a batch's cells that must be saved for a loop over canvases to pay."""
+"""Share of a batch's cells that must be saved for a loop over canvases to be worthwhile."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Part:
 
 
 def parts_of(canvas: Size, sizes: Sequence[Size], divisor: int) -> list[Part]:
-    """Cut a batch into parts: images with the same canvas together, or all images together if that would save little.
+    """Split a batch into parts: one part per size of canvas, or a single part if splitting would save little.
 
     Args:
         canvas: (height, width) of the batch.
@@ -89,7 +89,7 @@ class FastMaskedOps(MaskedOps):
 
     @functools.cached_property
     def sizes(self) -> list[Size] | None:
-        """(height, width) of each image in pixels; ``None`` if nothing is masked, or a mask has another form."""
+        """(height, width) of each image in pixels; ``None`` if nothing is masked, or if the unmasked part is not a rectangle."""
         return None if self.padding_mask is None else valid_sizes(self.padding_mask)
 
     def rectify(self, x: Tensor, stride: int) -> Tensor:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU kernels around the products of ``fast/winograd.py``: transforms of maps, filters and gradients to its domain and back.
+"""The CPU kernels around the products of ``fast/winograd.py``: transforms of maps, filters and gradients to Winograd's domain and
+back.
 
 A map is (B, H, W * C), channels last. A row of tiles covers two rows of the map, and a tile covers two by two cells. In tiles and
 filters, the 16 numbers of the domain come first: (16, tiles, C) and (16, C', C). Loops run along channels or whole rows, and each
-writes one array, so that the compiler uses vectors.
+writes one array, so that the compiler can vectorise them.
 """
 
 import functools
@@ -24,7 +25,7 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def convolve_back(grad: Tensor, weight: Tensor) -> Tensor:
-    """The gradient of the convolution's input from that of its output: the convolution with the rotated kernels."""
+    """The gradient of the convolution's input, which is the output's gradient convolved with the rotated kernels."""
     return _convolve(grad, _filters(weight, turned=True), None)
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention, batch first: multi-head attention by ``scaled_dot_product_attention``, and multi-scale deformable attention."""
+"""Attention on batch-first tensors: multi-head attention through ``scaled_dot_product_attention``, and multi-scale deformable
+attention."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,19 +14,19 @@ from cpvt_det.common.structures import Levels, has_padding, require_bool
 from cpvt_det.ops.deformable_attention import IMPLEMENTATIONS, ms_deform_attn
 
 Place = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]]
-"""A position encoding's ``place`` for one layer: function from projected queries and keys, (B, M, N, C / M), to rotated ones, and
-a bias to add to their scores."""
+"""A position encoding's ``place`` for one layer: a function that takes the projected queries and keys, (B, M, N, C / M), and
+returns them rotated, with a bias to add to the attention scores."""
 
 
 class Attention(nn.Module):
     """Multi-head attention that projects an input shared by queries, keys or values in a single matrix product.
 
-    Parameters have the names, shapes and initial values of ``nn.MultiheadAttention``, so official state dicts fit.
+    Parameters have the names, shapes and initial values of ``nn.MultiheadAttention``, so official state dicts can be loaded.
 
     Args:
         channels: C, a multiple of ``num_heads``.
         num_heads: M.
-        dropout: probability that an attention weight is dropped, in training.
+        dropout: probability that an attention weight is dropped during training.
         bias: whether queries, keys and values have a bias; the output always has one.
 
     Raises:
@@ -56,16 +57,16 @@ class Attention(nn.Module):
         attention_mask: Tensor | None = None,
         place: Place | None = None,
     ) -> Tensor:
-        """Attend. If two inputs are the same, pass the same object twice: it is then projected in one product.
+        """Attend. If two inputs are the same, pass the same object twice: it is then projected by a single matrix product.
 
         Args:
             queries: (B, Q, C) float.
             keys: (B, N, C) float.
             values: (B, N, C) float.
-            padding_mask: (B, N) bool, True = padded: keys that no query sees. Every image needs a valid key.
+            padding_mask: (B, N) bool, True = padded; no query attends to a padded key. Every image needs at least one valid key.
             attention_mask: float, of a shape that broadcasts to (B, M, Q, N), added to the scores; -inf hides a key from a query.
-                Every query needs a visible key.
-            place: function of a position encoding, whose bias replaces ``attention_mask``.
+                Every query needs at least one visible key.
+            place: a position encoding's function; the bias that it returns replaces ``attention_mask``.
 
         Returns:
             (B, Q, C).
@@ -74,7 +75,7 @@ class Attention(nn.Module):
             TypeError: an attention mask that is not float; a bool mask could have two opposite meanings.
         """
         if attention_mask is not None and not attention_mask.is_floating_point():
-            raise TypeError(f"attention_mask is added to the scores and must be float, got {attention_mask.dtype}")
+            raise TypeError(f"attention_mask is added to the scores, so it must be float, got {attention_mask.dtype}")
         q, k, v = self.project(queries, keys, values)
         if place is not None:
             q, k, attention_mask = place(q, k)
@@ -85,7 +86,8 @@ class Attention(nn.Module):
         return self.out_proj(attended.transpose(1, 2).flatten(2))  # (B, M, Q, C / M) -> (B, Q, C)
 
     def project(self, queries: Tensor, keys: Tensor, values: Tensor) -> list[Tensor]:
-        """The projected queries, keys and values, (B, M, N, C / M) each; those that share an input share a product."""
+        """The projected queries, keys and values, (B, M, N, C / M) each; those with the same input are computed by one matrix
+        product."""
         if queries is keys and keys is values:
             products = [(queries, 0, 3)]
         elif queries is keys:
@@ -103,16 +105,16 @@ class Attention(nn.Module):
 
 
 class DeformableAttention(nn.Module):
-    """Multi-scale deformable attention: every query looks at P points per head and level, around its reference point.
+    """Multi-scale deformable attention: every query samples P points per head and level, around its reference point.
 
     Args:
         channels: C, a multiple of ``num_heads``.
         num_heads: M.
         num_levels: L.
-        num_points: P, or a number for each level.
+        num_points: P, or one number for each level.
         implementation: implementation of the op, as in :func:`ms_deform_attn`.
-        has_projections: whether to project values and output; ``False``: the tokens are the values, and the samples are the output,
-            as in D-FINE.
+        has_projections: whether to project values and output. With ``False``, the tokens themselves are the values, and the
+            weighted samples are the output, as in D-FINE.
 
     Raises:
         ValueError: channels that the heads do not divide, no level, or no point.
@@ -135,7 +137,10 @@ class DeformableAttention(nn.Module):
             raise ValueError(f"channels must be a multiple of num_heads, got {channels} channels and {num_heads} heads")
         points = (num_points,) * num_levels if isinstance(num_points, int) else tuple(num_points)
         if num_levels < 1 or len(points) != num_levels or min(points) < 1:
-            raise ValueError(f"attention needs levels, and points for each, got {num_levels} levels and {num_points} points")
+            raise ValueError(
+                f"attention needs at least one level and at least one point per level, got {num_levels} levels and {num_points} "
+                "points"
+            )
         if implementation not in IMPLEMENTATIONS:
             raise UnknownNameError("implementation", implementation, IMPLEMENTATIONS)
         self.samples, self.points = (num_heads, num_levels, max(points)), points
@@ -147,7 +152,7 @@ class DeformableAttention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Let every head look in its own direction, at points 1 to P cells away, with equal weights."""
+        """Let every head sample points in its own direction, 1 to P cells away, with equal weights."""
         heads = self.samples[0]
         angle = torch.arange(heads) * (2 * math.pi / heads)
         direction = torch.stack((angle.cos(), angle.sin()), dim=-1)
@@ -167,10 +172,10 @@ class DeformableAttention(nn.Module):
 
         Args:
             queries: (B, Q, C) float.
-            reference_points: (B, Q, L, 2 or 4) float, xy or cxcywh in [0, 1] of the padded map. Around a point, offsets are in
-                cells; around a box, in units of its sides divided by 2 P.
+            reference_points: (B, Q, L, 2 or 4) float, xy or cxcywh in [0, 1], relative to the padded map. Offsets from a point are
+                in cells; offsets from a box are in units of its sides divided by 2 P.
             tokens: (B, N, C) float.
-            levels: layout of the tokens; padded ones count as zeros.
+            levels: layout of the tokens; padded tokens count as zeros.
 
         Returns:
             (B, Q, C).
@@ -188,9 +193,9 @@ class DeformableAttention(nn.Module):
         return self.output_proj(ms_deform_attn(values, levels.shapes, *sampled, self.implementation))
 
     def sample(self, queries: Tensor, reference_points: Tensor, levels: Levels) -> tuple[Tensor, Tensor]:
-        """The points that queries look at, (B, Q, M, L, P, 2), and their weights, (B, Q, M, L, P); arguments as in :meth:`forward`.
+        """The points that queries sample, (B, Q, M, L, P, 2), and their weights, (B, Q, M, L, P); arguments as in :meth:`forward`.
 
-        A level with fewer than P points is filled up with points of weight 0.
+        Levels with fewer than P points are padded with points of weight 0.
         """
         heads, num_levels, points = self.samples
         offsets = self.sampling_offsets(queries).unflatten(-1, (heads, -1))  # (B, Q, M, L * P * 2)
@@ -208,8 +213,8 @@ class DeformableAttention(nn.Module):
         return torch.stack(locations, -3), torch.stack([F.pad(part, (0, points - part.shape[-1])) for part in by_level[1]], -2)
 
     def _at_points(self, x: Tensor, half_a_share: bool = False) -> Tensor:
-        """(..., L, 2) -> (..., 1, L * P * 2): repeat each level's numbers for every point, unchanged or divided by 2 P, in rows
-        that are quick to add and multiply."""
+        """(..., L, 2) -> (..., 1, L * P * 2): repeat each level's numbers for every point, unchanged or divided by 2 P, in a layout
+        that is fast to add and multiply."""
         points = self.samples[2]
         if self.points == (points,) * len(self.points):
             x = x * (0.5 / points) if half_a_share else x

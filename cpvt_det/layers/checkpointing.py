@@ -12,10 +12,11 @@ from torch.utils.checkpoint import checkpoint
 
 
 def recomputed(function: Callable[..., Any], *args: Any) -> Any:
-    """Call ``function(*args)``, storing only the arguments for backward. Dropout repeats its draws; norms count a batch once.
+    """Call ``function(*args)``, and call it again in the backward pass instead of storing its activations. The second call draws
+    the same dropout masks, and does not update the statistics of batch norms again.
 
     Args:
-        function: a module, or a function with the modules it calls among its arguments.
+        function: a module, or a function that gets the modules it calls as arguments.
         args: arguments of the call.
     """
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # a compiler chooses itself what to store
@@ -28,7 +29,7 @@ def recomputed(function: Callable[..., Any], *args: Any) -> Any:
 
 @contextlib.contextmanager
 def _counted_already(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Within this block, batch norms normalise by the batch as before, but do not change their running statistics."""
+    """Within this block, batch norms still normalise by the statistics of the batch, but do not change their running statistics."""
     parts = [part for module in modules for part in module.modules()]
     norms = [part for part in parts if isinstance(part, _BatchNorm) and part.training and part.track_running_stats]
     before = [(norm, norm.momentum, norm.num_batches_tracked.clone()) for norm in norms]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stochastic depth: in training, images skip a part of a layer at random."""
+"""Stochastic depth: in training, randomly chosen images skip a part of a layer."""
 
 from torch import Tensor, nn
 
@@ -13,13 +13,14 @@ class DropPath(nn.Module):
     Raises:
         ValueError: a probability outside [0, 1).
 
-    Source: arXiv 1603.09382; per image, and divided by the share of images that keep it, as in DeiT (arXiv 2012.12877).
+    Source: arXiv 1603.09382; as in DeiT (arXiv 2012.12877), the choice is made per image, and the branch is divided by the
+    probability of keeping it.
     """
 
     def __init__(self, probability: float = 0.0):
         super().__init__()
         if not 0 <= probability < 1:
-            raise ValueError(f"the probability to drop a path must be at least 0 and below 1, got {probability}")
+            raise ValueError(f"the probability of dropping a path must be at least 0 and below 1, got {probability}")
         self.probability = probability
 
     def forward(self, part: Tensor) -> Tensor:

@@ -17,12 +17,13 @@ from cpvt_det.common.structures import Predictions
 class Heads:
     """The class head and the box head of every decoder layer.
 
-    This is not a module: the heads are registered in the detector, under their official names, and the decoder is called with them.
+    This is not a module: the heads are registered in the detector, under their official names, and passed to the decoder in each
+    call.
 
     Args:
-        class_embed: one head for all layers, or a list: one per layer, or one for all.
+        class_embed: one head for all layers, or a list with one head per layer or with a single head for all of them.
         bbox_embed: box heads, in the same form.
-        refine: whether the boxes of a layer are the references of the next.
+        refine: whether the boxes of a layer are the references of the next layer.
     """
 
     class_embed: nn.Module
@@ -34,12 +35,12 @@ class Heads:
 
         Args:
             decoded: (..., Q, C) float, queries after a decoder layer, or after all of them.
-            references: (..., Q, 2) points or (..., Q, 4) boxes in [0, 1], which the box head corrects; ``None``: it predicts
-                boxes on its own.
+            references: (..., Q, 2) points or (..., Q, 4) boxes in [0, 1], which the box head corrects; with ``None``, it predicts
+                the boxes directly.
             layer: index of the decoder layer, used if layers have their own heads.
 
         Returns:
-            Logits (..., Q, K') and boxes (..., Q, 4), in float32 at least.
+            Logits (..., Q, K') and boxes (..., Q, 4), at least float32.
         """
         decoded = full_precision(decoded)
         boxes = self.boxes(decoded, references, layer)
@@ -47,7 +48,7 @@ class Heads:
             return Predictions(_of_layer(self.class_embed, layer)(decoded), boxes)
 
     def boxes(self, decoded: Tensor, references: Tensor | None = None, layer: int = 0) -> Tensor:
-        """The boxes alone; arguments and shape as in a call."""
+        """Predict the boxes only; arguments and shape are those of :meth:`__call__`."""
         with without_autocast(decoded):
             boxes = _of_layer(self.bbox_embed, layer)(full_precision(decoded))
             if references is not None:
@@ -82,9 +83,9 @@ class MLP(nn.Module):
 
 
 def class_head(channels: int, num_logits: int, prior_probability: float | None) -> nn.Linear:
-    """A linear head; with a ``prior_probability``, used for sigmoids, every class starts at this probability.
+    """A linear head. If ``prior_probability`` is given, as for sigmoids, every class starts at this probability.
 
-    This keeps the many negatives from swamping the first steps.
+    This keeps the many negatives from dominating the first training steps.
     """
     head = nn.Linear(channels, num_logits)
     if prior_probability is not None:
@@ -93,9 +94,9 @@ def class_head(channels: int, num_logits: int, prior_probability: float | None) 
 
 
 def box_head(channels: int, log_size: float, outputs: int = 4) -> MLP:
-    """A box head that starts without a correction of the centre, and with ``log_size`` for both sides, before the sigmoid.
+    """A box head whose outputs, before the sigmoid, start at 0 for the centre and at ``log_size`` for both sides.
 
-    If ``outputs`` is not the four numbers of a box, a ``log_size`` of 0 lets all outputs start at zero.
+    If the outputs are not the four numbers of a box, use a ``log_size`` of 0, so that all of them start at zero.
     """
     head = MLP(channels, channels, channels, outputs)
     nn.init.zeros_(head.layers[-1].weight)
@@ -105,15 +106,15 @@ def box_head(channels: int, log_size: float, outputs: int = 4) -> MLP:
 
 
 def full_precision(x: Tensor) -> Tensor:
-    """``x`` in float32 at least: in half precision a 4-pixel box has a GIoU of 0.4 at best."""
+    """``x`` in at least float32, because in half precision a 4-pixel box reaches a GIoU of 0.4 at best."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def without_autocast(x: Tensor) -> contextlib.AbstractContextManager:
-    """Within the block, results computed on the device of ``x`` have the dtype of their inputs.
+    """Turn autocast off in the block, for the device of ``x``, so that results have the dtype of their inputs.
 
-    It does nothing if autocast is off: in an exported program the block would be a graph of its own, and tracing would take twice
-    as long.
+    It does nothing if autocast is already off, because in an exported program the block would become a separate graph, and tracing
+    would take twice as long.
     """
     device = x.device.type
     is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Norms for padded maps, under the names that configs use.
 
-If a padded batch is normalised over all cells, the result depends on the amount of padding: if there is much, its zeros dominate
-mean and variance. The norms here count only valid cells.
+If a padded batch is normalised over all cells, the result depends on the amount of padding: if there is a lot of padding, its zeros
+dominate the mean and the variance. The norms here count only valid cells.
 """
 
 from collections.abc import Callable
@@ -19,9 +19,9 @@ from cpvt_det.common.errors import UnknownNameError
 class MaskedBatchNorm2d(nn.BatchNorm2d):
     """Batch norm whose statistics come from valid cells only.
 
-    Weights, running statistics and state dict are those of ``nn.BatchNorm2d``; so is the arithmetic in evaluation. With one
-    valid cell the variance is 0, and enters the running variance without the factor n / (n - 1). With no valid cell the running
-    statistics do not change.
+    Weights, running statistics and state dict are those of ``nn.BatchNorm2d``; so is the arithmetic in evaluation. With a single
+    valid cell, the variance is 0, and the running variance is updated without the factor n / (n - 1). With no valid cell, the
+    running statistics do not change.
     """
 
     synchronised = False
@@ -30,7 +30,7 @@ class MaskedBatchNorm2d(nn.BatchNorm2d):
         """Normalise.
 
         Args:
-            x: (B, C, H, W) float; finite under the padding.
+            x: (B, C, H, W) float; must also be finite in padded cells.
             valid: (B, 1, H, W) bool, True = counted; ``None`` counts every cell.
 
         Returns:
@@ -54,10 +54,11 @@ class MaskedBatchNorm2d(nn.BatchNorm2d):
         return out
 
     def _over_all(self, x: Tensor) -> Tensor:
-        """torch's own batch norm, on rows, because for channels-last views of width 1, torch 2.15's gradient on CPUs is wrong.
+        """torch's own batch norm, applied to rows, because torch 2.15's CPU gradient is wrong for channels-last views of width 1.
 
-        Other maps with channels first are used directly: their rows would be a copy, which takes a third of a network's time.
-        Autograd stores the running statistics that are passed. Ours change in place, so copies are passed.
+        Maps with channels first and a larger width are passed as they are: turning them into rows would mean a copy, which takes a
+        third of a network's time. Autograd stores the running statistics that it is given. Ours change in place, so it is given
+        copies.
         """
         mean, variance = self.running_mean.clone(), self.running_var.clone()
         is_plain = x.ndim == 4 and x.shape[-1] > 1 and x.is_contiguous() and not x.is_contiguous(memory_format=torch.channels_last)
@@ -109,7 +110,7 @@ def make_norm(name: str, channels: int) -> nn.Module:
     """A norm for (B, C, H, W) maps, called with the map and, if cells are padded, the mask of the valid cells.
 
     Args:
-        name: ``BN``, ``SyncBN``, ``GN`` (32 groups, or as many as divide the channels) or ``none``.
+        name: ``BN``, ``SyncBN``, ``GN`` (32 groups, or the largest smaller number that divides the channels) or ``none``.
         channels: C.
 
     Raises:
@@ -121,7 +122,8 @@ def make_norm(name: str, channels: int) -> nn.Module:
 
 
 def folded(convolution: nn.Conv2d, norm: nn.BatchNorm2d | FrozenBatchNorm2d) -> tuple[Tensor, Tensor]:
-    """The weight and bias of a convolution with the norm after it folded in: a batch norm in evaluation mode, or a frozen one."""
+    """The weight and bias of a convolution after folding in the norm that follows it: a batch norm in evaluation mode, or a frozen
+    one."""
     weight, bias = convolution.weight, convolution.bias
     scale = norm.weight * torch.rsqrt(norm.running_var + norm.eps)
     shift = norm.bias - norm.running_mean * scale
@@ -130,7 +132,8 @@ def folded(convolution: nn.Conv2d, norm: nn.BatchNorm2d | FrozenBatchNorm2d) -> 
 
 @torch.no_grad()
 def fold_norm(convolution: nn.Conv2d, norm: nn.BatchNorm2d) -> None:
-    """Fold the norm after a convolution into its weight and bias, in place, for inference; arguments as in :func:`folded`."""
+    """Fold the norm that follows a convolution into its weight and bias, in place, for inference; arguments as in
+    :func:`folded`."""
     weight, bias = folded(convolution, norm)
     convolution.weight.copy_(weight)
     convolution.bias = nn.Parameter(bias)
@@ -154,9 +157,10 @@ BACKBONE_NORMS = ("FrozenBN", "BN", "SyncBN", "GN")
 
 
 class _Normalise(torch.autograd.Function):
-    """Batch norm with the statistics of the cells that count; every cell is normalised. Half precision is summed in float32.
+    """Batch norm with the statistics of the cells that count; every cell is normalised. Half-precision values are summed in
+    float32.
 
-    The gradient is written out, because autograd would store four maps for the backward pass instead of one.
+    The gradient is written by hand, because autograd would store four maps for the backward pass instead of one.
     """
 
     @staticmethod
@@ -200,9 +204,10 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _over_processes(mean: Tensor, variance: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Join the statistics of all processes by one all-reduce of sum, sum of squares and count.
+    """Combine the statistics of all processes by one all-reduce of sum, sum of squares and count.
 
-    This is done in float64, because the one-pass formula cancels in float32; a process without a valid cell adds nothing.
+    This is done in float64, because the one-pass formula loses too many digits in float32; a process without a valid cell adds
+    nothing.
     """
     mean, variance, count = mean.double(), variance.double(), count.double()
     sums = distributed.all_reduce_sum(torch.cat((count * mean, count * (variance + mean.square()), count[None])))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kinds of classification. Each defines its loss, its matching cost and its score decoding, which must agree."""
+"""Kinds of classification. Each defines a loss, a matching cost and a way to decode scores, which must be consistent."""
 
 import math
 from typing import Any
@@ -15,9 +15,10 @@ from cpvt_det.common.registry import PartRegistry
 CLASSIFICATION_REGISTRY = PartRegistry("CLASSIFICATION", "classification")
 """``MODEL.CRITERION.CLASSIFICATION.NAME`` -> builder, called with ``num_classes`` and the other keys of the node.
 
-The contract is that of :class:`SoftmaxClassification`: ``num_classes``, ``num_logits``, ``prior_probability``, ``cost``, ``loss``,
-``normalizer``, ``decode`` and ``predicted_object``, which must agree with each other. A classification with ``uses_overlaps`` also
-gets the overlaps of boxes, as a third argument of ``cost`` and of ``loss``, as in ``losses/overlap_classification.py``.
+The interface is that of :class:`SoftmaxClassification`: ``num_classes``, ``num_logits``, ``prior_probability``, ``cost``, ``loss``,
+``normalizer``, ``decode`` and ``predicted_object``, which must be consistent with each other. If a classification sets
+``uses_overlaps``, its ``cost`` and ``loss`` also get the overlaps of boxes, as their third argument; see
+``losses/overlap_classification.py``.
 """
 SOFTPLUS_IS_LINEAR = 40.0  # linear from here on, to the last digit of float64; torch's own 20 is for float32
 
@@ -28,7 +29,8 @@ class SoftmaxClassification:
 
     Args:
         num_classes: K.
-        background_weight: weight of "no object" in the loss, at least 0; most queries have no object.
+        background_weight: weight of "no object" in the loss, at least 0. A low weight makes up for the many queries without an
+            object.
 
     Raises:
         ValueError: a weight below 0.
@@ -81,11 +83,11 @@ class SoftmaxClassification:
         return num_matched + self.background_weight * num_unmatched
 
     def decode(self, logits: Tensor, max_detections: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Every query's best class, for the best queries of each image.
+        """The best class of each query, for the queries with the highest scores in each image.
 
         Args:
             logits: (B, Q, K + 1) float.
-            max_detections: maximum number per image.
+            max_detections: maximum number of detections per image.
 
         Returns:
             Scores (B, n) float, best first; labels (B, n); query indices (B, n); n = min(Q, ``max_detections``).
@@ -95,7 +97,7 @@ class SoftmaxClassification:
         return scores, labels.gather(1, queries), queries
 
     def predicted_object(self, logits: Tensor) -> Tensor:
-        """Whether a query claims an object: (..., K + 1) -> (...) bool."""
+        """Whether a query predicts an object: (..., K + 1) -> (...) bool."""
         return logits.argmax(-1) != self.num_classes
 
 
@@ -118,13 +120,13 @@ class SigmoidClassification:
         return num_boxes
 
     def decode(self, logits: Tensor, max_detections: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The best pairs of query and class; arguments and result as in :meth:`SoftmaxClassification.decode`."""
+        """The pairs of query and class with the highest scores; arguments and result as in :meth:`SoftmaxClassification.decode`."""
         flat = logits.sigmoid().flatten(1)  # (B, Q, K) -> (B, Q * K)
         scores, index = flat.topk(min(max_detections, flat.shape[1]))
         return scores, index % self.num_classes, index // self.num_classes
 
     def predicted_object(self, logits: Tensor) -> Tensor:
-        """Whether a query claims an object: (..., K) -> (...) bool."""
+        """Whether a query predicts an object: (..., K) -> (...) bool."""
         return (logits > 0).any(-1)
 
 
@@ -134,7 +136,7 @@ class FocalClassification(SigmoidClassification):
 
     Args:
         num_classes: K.
-        alpha: weight of the positive side, in [0, 1].
+        alpha: weight of positives, in [0, 1]; negatives have the weight 1 - alpha.
         gamma: focusing parameter, at least 0: a higher value gives easy examples less weight.
 
     Raises:
@@ -157,7 +159,8 @@ class FocalClassification(SigmoidClassification):
     def loss(self, logits: Tensor, classes: Tensor) -> Tensor:
         """The focal loss, summed; arguments as in :meth:`SoftmaxClassification.loss`.
 
-        All logits are first treated as negatives, then the few positives are corrected. Layers run one by one to fit into a cache.
+        All logits are first treated as negatives, then the few positives are corrected. Layers are computed one at a time, so that
+        their values fit into a cache.
         """
         classes = classes[..., None]
         is_object, own = classes != self.num_classes, classes.clamp(max=self.num_classes - 1)
@@ -174,7 +177,7 @@ class FocalClassification(SigmoidClassification):
         return PrecomputedGradient.apply(logits, sums, slopes)
 
     def _negatives(self, x: Tensor, weight: float, slope: Tensor) -> Tensor:
-        """weight * p^gamma * -log(1 - p) for p = sigmoid(x): the loss of negatives of logits x, or of positives of logits -x.
+        """weight * p^gamma * -log(1 - p) for p = sigmoid(x): the loss of negatives with logits x, or of positives with logits -x.
 
         Its slope, weight * p^gamma * (p + gamma * (1 - p) * -log(1 - p)), is written to ``slope``.
         """
@@ -187,7 +190,7 @@ class FocalClassification(SigmoidClassification):
 
 
 class PrecomputedGradient(torch.autograd.Function):
-    """Sums (D,) over logits (D, ...), with precomputed slopes of the logits' shape; only the slopes are stored for backward."""
+    """Sums (D,) over logits (D, ...), whose gradient is computed from given slopes, of the logits' shape; only these are stored."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, sums: Tensor, slopes: Tensor) -> Tensor:
@@ -217,7 +220,7 @@ def require_between(name: str, value: float, low: float, high: float = math.inf)
     """Refuse a number outside its range; both ends are allowed.
 
     Raises:
-        ValueError: such a number, or NaN.
+        ValueError: a number outside its range, or NaN.
     """
     if not low <= value <= high:
         told = f"at least {low}" if high == math.inf else f"from {low} to {high}"
@@ -225,7 +228,7 @@ def require_between(name: str, value: float, low: float, high: float = math.inf)
 
 
 def focal_cost(probability: Tensor, alpha: float = defaults.FOCAL_ALPHA, gamma: float = defaults.FOCAL_GAMMA) -> Tensor:
-    """The focal loss of a positive of this probability minus that of a negative, of the same shape, without gradient."""
+    """The focal loss of a positive with this probability minus that of a negative; same shape, without gradient."""
     rest = 1 - probability
     minus_positive = (probability + 1e-8).log_().mul_(rest**gamma)
     minus_negative = (rest + 1e-8).log_().mul_(probability**gamma)
@@ -236,7 +239,8 @@ def softplus(x: Tensor) -> Tensor:
     """-log(1 - p) for p = sigmoid(x), without gradient.
 
     It is max(x, 0) + log(1 + y) for y = exp(-abs(x)). On a CPU, torch's ``log1p`` with AVX-512 takes ten times as long as its
-    ``log``; there log(1 + y) is computed as log(u) - ((u - 1) - y) / u for u = 1 + y. The quotient corrects the rounding of u.
+    ``log``; so on a CPU log(1 + y) is computed as log(u) - ((u - 1) - y) / u for u = 1 + y. The quotient corrects the rounding of
+    u.
     """
     if x.device.type != "cpu":
         return F.softplus(x, threshold=SOFTPLUS_IS_LINEAR)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The losses of matched pairs, over all decoder layers at once.
+"""The losses of matched pairs, computed for all decoder layers at once.
 
-Place in the pipeline: after ``losses/matcher.py``, the last step in training.
+Place in the pipeline: after ``losses/matcher.py``, as the last step in training.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +20,7 @@ Group = tuple[Predictions, PaddedTargets, Matches, Normalizers]
 """Predictions and the other arguments of :meth:`SetCriterion.losses_by_layer`."""
 
 Unmatched = tuple[Predictions, PaddedTargets, Normalizers]
-"""The same before matching."""
+"""The same before matching, so without the matches."""
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Losses:
 
     Attributes:
         losses: name -> scalar, weighted and summed over layers; their sum is the objective.
-        metrics: name -> scalar, logged only and part of no loss.
+        metrics: name -> scalar, only logged and not part of any loss.
         finite: (B,) bool, whether all predictions for an image are finite. If this is False for any image, the losses are
             meaningless.
     """
@@ -45,16 +45,17 @@ class SetCriterion:
     Args:
         matcher: matcher of predictions and targets; the loss uses the same classification.
         class_weight, l1_weight, giou_weight: weights of DETR's three losses, the same in every layer; 0 leaves a loss out.
-        proposal_matches: number of proposals matched with each object; more than one gives a stronger training signal.
+        proposal_matches: number of proposals matched with each object; more than one match gives a stronger training signal.
         hybrid_matches: number of the hybrid branch's queries matched with each object.
-        losses: further losses, name -> (weight, function); the contract is that of :data:`LOSS_REGISTRY`.
-        one_to_many: matcher of ``Predictions.one_to_many``, whose losses have the same divisors as those of the queries.
+        losses: additional losses, name -> (weight, function); :data:`LOSS_REGISTRY` describes the functions.
+        one_to_many: matcher for ``Predictions.one_to_many``, whose losses are divided by the same numbers as the main losses.
         many_class_weight: weight of the class loss of ``Predictions.one_to_many``; 0 leaves it out.
 
     Raises:
         ValueError: fewer than one match, a weight below 0, or one of the three losses given twice.
 
-    Source: arXiv 2005.12872, section 3.1 and equation 2; several matches per object, by repeating it, from arXiv 2207.13080.
+    Source: arXiv 2005.12872, section 3.1 and equation 2; several matches per object, by repeating the object, from arXiv
+    2207.13080.
     """
 
     def __init__(
@@ -96,14 +97,16 @@ class SetCriterion:
         Args:
             predictions: logits (D, B, Q, K') and boxes (D, B, Q, 4), float32 or float64.
             targets: targets of the B images, on the same device.
-            normalizers: divisors of the whole step, if this batch is a part of it; ``None``: those of this batch.
+            normalizers: divisors for the whole step, if this batch is only a part of it; with ``None``, they are computed from this
+                batch.
 
         Returns:
-            ``loss_class``, ``loss_l1``, ``loss_giou`` and further losses. Proposals, if there are any, add ``loss_proposal_class``
-            and so on, with one class for every object; denoising queries add ``loss_denoising_class`` and so on, the hybrid branch
-            ``loss_hybrid_class``, and the one-to-many supervision ``loss_many_class``. The metrics are ``metric_class_error``
-            (percent of matched queries with the wrong class) and ``metric_cardinality_error`` (mean difference of the counts of
-            objects), both of the last layer.
+            ``loss_class``, ``loss_l1``, ``loss_giou`` and any additional losses. Proposals, if there are any, add
+            ``loss_proposal_class`` and so on, in which all objects count as one class unless the proposals have class logits.
+            Denoising queries add ``loss_denoising_class`` and so on, the hybrid branch ``loss_hybrid_class`` and so on, and
+            one-to-many supervision ``loss_many_class`` and so on. The metrics are ``metric_class_error`` (percent of matched
+            queries with the wrong class) and ``metric_cardinality_error`` (mean absolute difference between the predicted and the
+            true number of objects), both of the last layer.
         """
         padded = PaddedTargets.from_targets(targets, predictions.boxes.dtype)
         if normalizers is None:
@@ -137,7 +140,8 @@ class SetCriterion:
         """The divisors for the images of one step; each process calls it with its own images.
 
         Gradients are averaged over the processes, so each divisor is the total divided by the number of processes. The mean over
-        processes is then the loss that one process would compute for the whole batch. The number of boxes is taken as at least 1.
+        processes is then the loss that one process would compute for the whole batch. If there are no boxes, the number of boxes is
+        taken as 1.
         """
         boxes = [len(target.labels) for target in targets]
         matched = sum(min(count, num_queries) for count in boxes)
@@ -157,7 +161,8 @@ class SetCriterion:
         normalizers: Normalizers,
         names: Iterable[str] | None = None,
     ) -> dict[str, Tensor]:
-        """The unweighted losses of every layer, by name, (D,) each: those in ``names``, by default all that have a weight."""
+        """The unweighted losses of every layer, by name, (D,) each. ``names`` selects the losses; by default, all that have a
+        weight are computed."""
         matched = Matched(predictions, targets, matches, self.classification, normalizers)
         losses = {name: self.losses[name](matched) for name in names or self.weights}
         return {name: values for name, values in losses.items() if values is not None}
@@ -183,7 +188,7 @@ def _repeated(predictions: Predictions, targets: Sequence[Targets], normalizers:
 
 
 def _of_denoising(denoising: Predictions, targets: PaddedTargets, normalizers: Normalizers) -> Group:
-    """Denoising queries, whose objects are known: there is nothing to match."""
+    """The denoising queries with their matches, which need not be searched for, because the queries' objects are known."""
     image, query = (denoising.objects >= 0).nonzero(as_tuple=True)
     layers = len(denoising.logits)
     pairs = (part.repeat(layers) for part in (image, query, denoising.objects[image, query]))

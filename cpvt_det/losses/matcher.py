@@ -34,7 +34,7 @@ class PaddedTargets:
 
     @classmethod
     def from_targets(cls, targets: Sequence[Targets], dtype: torch.dtype) -> "PaddedTargets":
-        """Stack the targets of B images, padded to the longest; boxes in a float dtype."""
+        """Stack the targets of B images, padded to the largest number of objects; boxes are converted to ``dtype``."""
         labels = pad_sequence([target.labels for target in targets], batch_first=True)
         boxes = pad_sequence([target.boxes_cxcywh.to(dtype) for target in targets], batch_first=True)
         return cls(labels, boxes, [len(target.labels) for target in targets])
@@ -54,7 +54,7 @@ class HungarianMatcher:
     """Assigns queries one-to-one to targets with the least total cost, for each layer and image.
 
     Args:
-        classification: kind of class scores, with its matching cost.
+        classification: the kind of classification, which defines the class cost.
         class_cost, l1_cost, giou_cost: weights of the three costs.
 
     Source: arXiv 2005.12872, section 3.1.
@@ -74,14 +74,15 @@ class HungarianMatcher:
 
     @torch.no_grad()
     def __call__(self, *groups: tuple[Predictions, PaddedTargets]) -> list[Matches]:
-        """Match all groups, with a single wait for the device.
+        """Match all groups, waiting for the device only once.
 
         Args:
-            groups: pairs of the predictions of D layers for B images and the targets of these images.
+            groups: pairs of predictions, of D layers for B images, and the targets of these images.
 
         Returns:
             For every group, min(Q, G) pairs for each layer and image, ordered by layer, image and query. If predictions are not
-            finite, the pairs are meaningless but of the same number, so that all processes of a run skip the step together.
+            finite, the pairs are meaningless, but their number is the same as usual, so that all processes of a run skip the step
+            together.
         """
         from scipy.optimize import linear_sum_assignment  # the import takes half a second, which prediction can save
 
@@ -101,7 +102,7 @@ class HungarianMatcher:
         return matches
 
     def cost(self, predictions: Predictions, targets: PaddedTargets) -> Tensor:
-        """(D, B, T, Q) float costs, targets first, because the solver is faster that way; rows beyond a count are meaningless."""
+        """(D, B, T, Q) float costs, targets first, because the solver is faster that way; rows without a target are meaningless."""
         boxes, wanted = predictions.boxes, targets.boxes_cxcywh
         corners, wanted_corners = cxcywh_to_xyxy(boxes), cxcywh_to_xyxy(wanted)[None]
         arguments = (predictions.logits, targets.labels)

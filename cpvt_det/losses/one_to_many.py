@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The matching of MS-DETR's second supervision, with several queries for every object.
+"""The matching for MS-DETR's one-to-many supervision, which matches several queries with each object.
 
 Place in the pipeline: after ``models/``, before ``losses/criterion.py``, for ``Predictions.one_to_many``.
 """
@@ -13,15 +13,16 @@ from cpvt_det.losses.classification import pick_classes
 from cpvt_det.losses.matcher import Matches, PaddedTargets
 
 OVERLAP_SHARE = 0.7
-"""Weight of the overlap in a pair's score; the rest is the weight of the probability of the object's class."""
+"""Weight of the overlap in a pair's score; the probability of the object's class has the remaining weight."""
 
 
 class OneToManyMatcher:
-    """Matches each object with the queries that already fit it best; their number depends on how many fit well.
+    """Matches each object with the queries that already fit it best; how many these are depends on how well they fit.
 
     The score of a query and an object is 0.7 times the overlap of their boxes plus 0.3 times the probability of the object's class.
-    A query counts for the object with its highest score if this score is at least the threshold, or if the query is the best one
-    for some object. If n queries count for an object, it is matched with its n best queries, at most ``matches``.
+    A query counts for the object with which it has its highest score, if this score is at least the threshold or if the query is
+    the best one for some object. If n queries count for an object, it is matched with its n best queries, but with at most
+    ``matches``.
 
     Args:
         matches: largest number of queries per object.
@@ -30,9 +31,10 @@ class OneToManyMatcher:
     Raises:
         ValueError: fewer than one match, or a threshold outside (0, 1].
 
-    Source: arXiv 2401.03989, section 3.2, and Atten4Vis/MS-DETR ``models/matcher_o2m.py``. Two things differ. A query that two
-    objects choose is matched only with the one that has the higher score; that code adds both box losses, and its class target is
-    whichever is written last. If more than a quarter of the queries count, that code draws a quarter of them at random.
+    Source: arXiv 2401.03989, section 3.2, and Atten4Vis/MS-DETR ``models/matcher_o2m.py``. This implementation differs from that
+    code in two ways. A query that is among the best of two objects is matched only with the one that has the higher score; that
+    code adds both box losses, and the class target is whichever is written last. If more than a quarter of the queries count, that
+    code keeps only a random selection, a quarter of the queries.
     """
 
     def __init__(self, matches: int = defaults.MANY_MATCHES, threshold: float = defaults.MANY_THRESHOLD):
@@ -52,7 +54,7 @@ class OneToManyMatcher:
             targets: targets of the same B images.
 
         Returns:
-            Pairs ordered by layer, image and query; each query is in at most one.
+            Pairs ordered by layer, image and query; each query is in at most one pair per layer.
         """
         scores = self._scores(predictions, targets)  # (D, B, T, Q), -1 for rows without an object
         if not scores.shape[2]:

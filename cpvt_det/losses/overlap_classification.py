@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kinds of classification whose scores learn how well a box fits: sigmoids whose targets depend on the overlap."""
+"""Kinds of classification whose scores also express how well a box fits: sigmoids whose targets depend on the overlap."""
 
 import torch
 from torch import Tensor
@@ -18,14 +18,14 @@ from cpvt_det.losses.classification import (
 
 class OverlapClassification(SigmoidClassification):
     """K independent sigmoids p. The loss of an object's class is the cross-entropy with ``target``, times ``weight``. For all
-    other classes it is the cross-entropy with 0, times ``factor`` p^``gamma``. Targets and weights count as constants, and so does
-    p^gamma unless ``is_focal``. The matching cost is the focal cost of p u^(1/2) for the overlap u: of two boxes with the same
-    scores, the better fit never costs more. The loss itself would not work as a cost, because at a low score it is lower for a
-    worse fit.
+    other classes it is the cross-entropy with 0, times ``factor`` p^``gamma``. Gradients treat targets and weights as constants,
+    and p^gamma too unless ``is_focal`` is set. The matching cost is the focal cost of p u^(1/2) for the overlap u: of two boxes
+    with the same scores, the better fit never costs more. The loss itself would not work as a cost: for a low score, it is lower if
+    the box fits worse.
 
     Args:
         num_classes: K.
-        gamma: power of the scores of negatives.
+        gamma: exponent of the scores of negatives.
         factor: weight of negatives.
 
     Source: the cost from arXiv 2304.04742 (Stable-DINO), section 3.2, which uses the generalized IoU, scaled to [0, 1]. The code
@@ -41,11 +41,11 @@ class OverlapClassification(SigmoidClassification):
         self.factor = factor
 
     def target(self, probabilities: Tensor, overlaps: Tensor) -> Tensor:
-        """Target probabilities of objects' classes, in [0, 1], for overlaps of the same shape."""
+        """Target probabilities of the objects' classes, in [0, 1]; both arguments and the result have the same shape."""
         raise NotImplementedError
 
     def weight(self, overlaps: Tensor) -> Tensor:
-        """Weights of positives, of the overlaps' shape."""
+        """Weights of positives, with the shape of the overlaps."""
         return torch.ones_like(overlaps)
 
     def cost(self, logits: Tensor, labels: Tensor, overlaps: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ class MatchabilityClassification(OverlapClassification):
 
     Args:
         num_classes: K.
-        gamma: power of the overlaps and of the scores of negatives, at least 0.
+        gamma: exponent of the overlaps, and of the scores of negatives, at least 0.
 
     Raises:
         ValueError: a number out of its range.
@@ -118,12 +118,12 @@ class MatchabilityClassification(OverlapClassification):
 
 @CLASSIFICATION_REGISTRY.register_as("varifocal")
 class VarifocalClassification(OverlapClassification):
-    """The varifocal loss: target and weight of a positive are its overlap.
+    """The varifocal loss: the overlap is both the target and the weight of a positive.
 
     Args:
         num_classes: K.
         alpha: weight of negatives, at least 0.
-        gamma: power of the scores of negatives, at least 0.
+        gamma: exponent of the scores of negatives, at least 0.
 
     Raises:
         ValueError: a number out of its range.
@@ -150,12 +150,12 @@ class VarifocalClassification(OverlapClassification):
 
 @CLASSIFICATION_REGISTRY.register_as("ia_bce")
 class AlignClassification(OverlapClassification):
-    """IoU-aware cross-entropy: the target is p^alpha u^(1 - alpha) for the overlap u, at least 0.01; negatives are focal.
+    """IoU-aware cross-entropy: the target is p^alpha u^(1 - alpha) for the overlap u, but at least 0.01; negatives use focal loss.
 
     Args:
         num_classes: K.
-        alpha: share of the score in the target, in [0, 1].
-        gamma: power of the scores of negatives, at least 0.
+        alpha: exponent of the score in the target, in [0, 1]; the overlap has the exponent 1 - alpha.
+        gamma: exponent of the scores of negatives, at least 0.
 
     Raises:
         ValueError: a number out of its range.

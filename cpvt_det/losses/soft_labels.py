@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loss for image classification: cross-entropy with the shares of classes, and with a teacher's answers."""
+"""The loss for image classification: cross-entropy with the share of each class in an image, and with a teacher's answers."""
 
 import torch
 import torch.nn.functional as F
@@ -9,10 +9,10 @@ from cpvt_det.losses.criterion import Losses
 
 
 class ClassCriterion:
-    """Cross-entropy with smoothed shares of classes; with a teacher, half of it is cross-entropy with the teacher's best class.
+    """Cross-entropy with smoothed class shares; if there is a teacher, half of the loss is cross-entropy with its best class.
 
     Args:
-        smoothing: part of the label that is spread over all classes.
+        smoothing: fraction of each label that is spread evenly over all classes.
 
     Raises:
         ValueError: a smoothing outside [0, 1).
@@ -31,9 +31,10 @@ class ClassCriterion:
 
         Args:
             logits: (H, B, K) float, as in :class:`cpvt_det.common.structures.ClassLogits`.
-            shares: (B, K) float, the part of each class in each image; the sum over classes is 1.
-            taught: (B,) int64, the teacher's classes; ``None``: no teacher, so the heads' mean is compared with the shares.
-            count: number of this process's images in the whole step, if this batch is a part of it; ``None`` for B.
+            shares: (B, K) float, the share of each class in each image; the shares of an image sum to 1.
+            taught: (B,) int64, the teacher's best classes; ``None`` if there is no teacher, so that the mean over the heads is
+                compared with the shares.
+            count: number of this process's images in the whole step, if this batch is only a part of it; ``None`` means B.
 
         Returns:
             ``loss_class``, ``loss_taught`` if there is a teacher, and ``metric_class_error``, the percentage of images whose best

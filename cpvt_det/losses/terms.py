@@ -17,13 +17,13 @@ from cpvt_det.losses.matcher import Matches, PaddedTargets
 
 @dataclass
 class Normalizers:
-    """Divisors of sums over a whole step's images, on all processes; scalars.
+    """Scalars that divide the losses, which are sums over the images of a whole step, on all processes.
 
     Attributes:
         boxes: divisor of the box losses.
         classes: divisor of the class loss.
-        queries: numbers of a layer's queries with and without an object, divided by the number of processes; ``None`` for queries
-            that are counted in this batch only, such as denoising queries.
+        queries: numbers of a layer's queries with and without an object, divided by the number of processes; ``None`` if queries
+            are counted in this batch only, as denoising queries are.
     """
 
     boxes: Tensor
@@ -33,7 +33,7 @@ class Normalizers:
 
 @dataclass
 class Matched:
-    """Predictions and their matched targets, as P pairs over all layers: the argument of every loss.
+    """Predictions and their matched targets, as P pairs over all layers; this is the argument of every loss.
 
     Attributes:
         predictions: logits (D, B, Q, K') and boxes (D, B, Q, 4).
@@ -64,7 +64,8 @@ class Matched:
 
     @functools.cached_property
     def overlaps(self) -> Tensor:
-        """(D, B, Q) float without gradient: intersection over union of every query's box with its target's, 0 for no object."""
+        """(D, B, Q) float without gradient: intersection over union of every query's box with its target's; 0 for queries without a
+        target."""
         matches, overlaps = self.matches, torch.zeros_like(self.predictions.logits[..., 0])
         pairs = intersection_over_union(cxcywh_to_xyxy(self.boxes), cxcywh_to_xyxy(self.target_boxes))
         overlaps[matches.layer, matches.image, matches.query] = pairs
@@ -77,10 +78,10 @@ class Matched:
 
 
 LOSS_REGISTRY = PartRegistry("LOSS", "loss", chosen=frozenset({"matched"}))
-"""Name -> a function of a :class:`Matched`, ``matched``, and of options. It returns an unweighted loss per layer, (D,) float, or
-``None`` where it does not apply, as for proposals that lack its inputs. It also applies to proposals and denoising queries. In the
-metrics of a step it is called ``loss_<name>``. ``class``, ``l1`` and ``giou`` have their own weights, and a weight of 0 leaves a
-loss out; ``MODEL.CRITERION.LOSSES`` adds others."""
+"""Name -> a function with the argument ``matched``, a :class:`Matched`, and options as further arguments. It returns an unweighted
+loss per layer, (D,) float, or ``None`` where it does not apply, for example to proposals without the inputs that it needs. Every
+loss is also computed for proposals and denoising queries. In the metrics of a step it is called ``loss_<name>``. ``class``, ``l1``
+and ``giou`` have their own weights in the config, and a weight of 0 leaves a loss out; ``MODEL.CRITERION.LOSSES`` adds others."""
 
 Loss = Callable[[Matched], Tensor | None]
 

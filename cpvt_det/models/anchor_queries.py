@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queries that are boxes: at every layer, their positions follow from the boxes. The boxes may be learned, as in DAB-DETR.
+"""Queries that stand for boxes: at every layer, their positions are computed from the boxes, which may be learned, as in DAB-DETR.
 
 Place in the pipeline: after the encoder, before the decoder; a query source like those of ``models/queries.py``.
 """
@@ -18,7 +18,7 @@ FARTHEST_LOGIT = 3.0  # limit of the initial logits of learned boxes, whose coor
 
 
 class BoxPositions:
-    """A mixin for query sources whose positions follow their boxes.
+    """A mixin for query sources whose positions are computed from their boxes.
 
     Source: arXiv 2201.12329, sections 4.2 and 4.3.
     """
@@ -36,13 +36,16 @@ class BoxPositions:
             ValueError: channels that are not a multiple of 4.
         """
         if channels % 4:
-            raise ValueError(f"positions of boxes need channels in multiples of 4, for the sines of four numbers; got {channels}")
+            raise ValueError(
+                "position encodings of boxes need channels in multiples of 4, because each of four numbers is encoded; got "
+                f"{channels}"
+            )
         self.ref_point_head = MLP(2 * channels, channels, channels) if position_sines else MLP(4, 2 * channels, channels)
         self.position_sines = position_sines
         self.query_scale = MLP(channels, channels, channels) if scaled_positions else None
 
     def place(self, boxes: Tensor, decoded: Tensor | None = None) -> Tensor:
-        """The positions of queries.
+        """Compute the positions of queries.
 
         Args:
             boxes: (B, Q, 4) float, cxcywh in [0, 1] of the unpadded image.
@@ -61,14 +64,15 @@ class BoxPositions:
 
 @QUERY_REGISTRY.register_as("anchors")
 class AnchorQueries(BoxPositions, nn.Module):
-    """Learned boxes with learned contents, the same for every image; positions follow the boxes from layer to layer.
+    """Learned boxes with learned content embeddings, the same for every image. After each layer, positions follow the new boxes.
 
     Args:
         channels: C, a multiple of 4.
         num_queries: Q.
         scaled_positions: whether positions are multiplied by a function of the output of the previous decoder layer.
-        denoising: module that puts additional training queries before the others, such as
-            :class:`cpvt_det.models.denoising.ContrastiveDenoising`; ``None`` for no such queries.
+        denoising: module that puts training-only queries before the others, such as
+            :class:`cpvt_det.models.denoising.ContrastiveDenoising` (in a config, its number of pairs per image); ``None`` for no
+            such queries.
 
     Raises:
         ValueError: no queries, or channels that are not a multiple of 4.

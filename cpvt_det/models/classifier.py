@@ -70,7 +70,7 @@ class Classifier(ImageModel):
         Args:
             images: (B, 3, H, W) float, normalised; values under the padding do not matter.
             padding_mask: (B, H, W) bool, True = padded.
-            targets: accepted to match the detectors' signature; without effect.
+            targets: not used; accepted because the detectors' signature has it.
 
         Raises:
             TypeError: a mask that is not bool, or weights in half precision.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Deformable-DETR: several levels, attention to a few sampled points on each level, learned or proposed queries.
 
-Place in the pipeline: the parts that ``models/detector.py`` calls.
+Place in the pipeline: the encoder and decoder that ``models/detector.py`` calls.
 
 Source: arXiv 2010.04159, sections 4 and A.4; names of parameters as in fundamentalvision/Deformable-DETR.
 """
@@ -168,7 +168,8 @@ class DeformableDecoderLayer(FeedForward):
 
 
 class MixedDecoderLayer(DeformableDecoderLayer):
-    """A decoder layer whose queries attend to the image before they see each other, so that what each one finds can be supervised.
+    """A decoder layer whose queries attend to the image before they see each other, so that what each finds by itself can be
+    supervised.
 
     Args:
         channels, num_heads, ffn_channels, dropout, num_levels, num_points, implementation: as in
@@ -195,8 +196,8 @@ class MixedDecoderLayer(DeformableDecoderLayer):
         """One layer; arguments as in :meth:`DeformableDecoderLayer.forward`.
 
         Returns:
-            The queries (B, Q, C), and a second tensor (B, Q, C): in training, the queries before the self-attention after they have
-            passed a separate feed-forward network. In evaluation, the second is ``None``.
+            The queries (B, Q, C) and, in training, a second tensor (B, Q, C): the queries as they were before the self-attention,
+            passed through a separate feed-forward network. In evaluation, the second is ``None``.
         """
         attended = self.cross_attn(queries + positions, reference_points, memory, levels)
         queries = self.norm1(queries + self.dropout(attended))
@@ -217,10 +218,10 @@ class DeformableDecoder(nn.Module):
     Args:
         num_layers: D, at least 1.
         layer: arguments of :class:`DeformableDecoderLayer`.
-        look_forward_twice: whether the loss of a layer also corrects the previous layer's boxes, from which it starts (arXiv
-            2203.03605, section 3.5); otherwise it corrects only its own. No effect without box refinement.
-        final_norm: whether one norm, shared by all layers, precedes the heads, as in DINO. The queries and boxes that a layer
-            passes to the next do not go through it.
+        look_forward_twice: whether the loss of a layer also trains the previous layer's boxes, from which the layer starts (arXiv
+            2203.03605, section 3.5); otherwise it trains only its own corrections. No effect without box refinement.
+        final_norm: whether there is one norm, shared by all layers, before the heads, as in DINO. The queries and boxes that a
+            layer passes to the next are computed without it.
         mixed_supervision: whether layers are :class:`MixedDecoderLayer`. In training, ``Predictions.one_to_many`` then holds the
             predictions of the queries before they see each other.
         eval_layers: number of layers, counted from the first, that run in evaluation; 0 for all.
@@ -279,7 +280,7 @@ class DeformableDecoder(nn.Module):
 
         Args:
             decoded: (B, Q, C) queries after this layer.
-            references: (B, Q, 2 or 4) points or boxes that this layer looked around, without gradient.
+            references: (B, Q, 2 or 4) points or boxes around which this layer sampled, without gradient.
             boxes: (B, Q, 4) boxes of this layer for the loss.
             heads: the heads of all layers.
             layer: index of this layer.
@@ -314,7 +315,7 @@ class DeformableTransformer(nn.Module):
         encoder_layers: layers of the encoder.
         decoder_layers: layers of the decoder, D.
         channels, num_heads, ffn_channels, dropout, num_levels, implementation: as in :class:`DeformableEncoderLayer`.
-        encoder_points, decoder_points: P of each.
+        encoder_points, decoder_points: P in the encoder and in the decoder.
         checkpointing: recomputation in the encoder, as in :class:`DeformableEncoder`.
         look_forward_twice, final_norm, mixed_supervision, eval_layers: as in :class:`DeformableDecoder`.
     """
@@ -379,11 +380,11 @@ class DeformableDETR(Detector):
         channels: C.
         num_queries: Q.
         num_logits: K', the number of logits that the classification needs for K classes.
-        num_levels: L, the number of the backbone's maps plus coarser levels, each made from the previous one by a strided
+        num_levels: L. Beyond the number of the backbone's maps, each further level is made from the previous one by a strided
             convolution.
         box_refinement: whether every decoder layer corrects the previous layer's boxes, with its own heads.
         two_stage: whether the queries are the encoder's best proposals.
-        mask_padding: whether padded cells are left out of the projections' norms; ``False`` matches the official code.
+        mask_padding: whether padded cells are left out of the projections' norms; ``False`` includes them, as in the official code.
         prior_probability: initial probability of every class if sigmoids are used; ``None`` for softmax.
         pixel_mean, pixel_std: mean and standard deviation per channel, in pixel values from 0 to 255.
         frozen: names of parts that are not trained, as in :meth:`Detector.freeze`.
@@ -393,7 +394,7 @@ class DeformableDETR(Detector):
     Raises:
         UnknownNameError: a name in ``frozen`` that matches no part.
         ValueError: no queries, fewer levels than maps, a transformer with a different number of levels, an encoding that acts
-            inside dense attention, or two stages without box refinement or with channels that are not a multiple of 4.
+            inside dense attention, or two stages either without box refinement or with channels that are not a multiple of 4.
 
     Source: arXiv 2010.04159.
     """
@@ -424,13 +425,15 @@ class DeformableDETR(Detector):
         if position.acts_in_attention or position.acts_in_ffn:
             acting = getattr(position, "additive", None) or position  # beside a PEG
             where = "on the product of queries and keys, which deformable attention does not compute"
-            where = where if position.acts_in_attention else "inside layers that need one grid, and several levels are not one grid"
+            where = (
+                where if position.acts_in_attention else "inside layers, where it needs a single grid, but there are several levels"
+            )
             raise ValueError(
                 f"{type(acting).__name__} acts {where}; use an encoding that is added or acts on the tokens, or the model "
                 "CPVTDetr or CPVTRealTimeDetr"
             )
         if two_stage and not box_refinement:
-            raise ValueError("two stages need box refinement: proposals are boxes for the decoder to correct")
+            raise ValueError("two_stage needs box_refinement, because the proposals are boxes for the decoder to correct")
         super().__init__(backbone, neck, position, transformer, pixel_mean, pixel_std)
         self.refine_boxes = box_refinement
         # Without refinement, one pair of heads serves all layers.

@@ -23,11 +23,11 @@ NEAREST = 1e-3  # smallest distance of a noised box's numbers from 0 and 1, as i
 
 
 class ContrastiveDenoising(nn.Module):
-    """Groups of query pairs for every object; the positive must find its object again, and the negative must find none.
+    """Groups of query pairs, a pair per object: the positive query must recover the object, and the negative must find no object.
 
     For a positive, each corner of the object's box is moved by less than half a side; for a negative, by half a side to a whole
-    side. The content of a query is a learned vector of the object's class, which label noise may replace by another. Every
-    group holds all objects once. Groups do not see each other, and the other queries see none of them, but every group sees the
+    side. The content of a query is the learned vector of the object's class, or of another class if label noise replaces it. Every
+    group holds each object once. Groups do not see each other, and the other queries see none of them, but every group sees the
     other queries. T is the largest number of objects in an image of the batch. An image with fewer objects is padded with
     queries of zero content.
 
@@ -39,7 +39,7 @@ class ContrastiveDenoising(nn.Module):
         num_classes: K.
         pairs: target number of pairs per image; the number of groups is max(1, ``pairs`` // T).
         label_noise: twice the probability that a class is replaced by a random one, as in DINO.
-        box_noise: factor on the distances by which corners move.
+        box_noise: factor by which the distances that corners move are multiplied.
 
     Raises:
         ValueError: no class, no pair, label noise outside [0, 1], or box noise outside (0, 1].
@@ -48,7 +48,7 @@ class ContrastiveDenoising(nn.Module):
     def __init__(self, channels: int, num_classes: int, pairs: int, label_noise: float = 0.5, box_noise: float = 1.0):
         super().__init__()
         if num_classes < 1 or pairs < 1:
-            raise ValueError(f"denoising needs classes and pairs, got {num_classes} classes and {pairs} pairs")
+            raise ValueError(f"denoising needs at least one class and one pair, got {num_classes} classes and {pairs} pairs")
         if not 0 <= label_noise <= 1:
             raise ValueError(f"label_noise must be from 0 to 1, got {label_noise}")
         if not 0 < box_noise <= 1:  # at 0, negatives coincide with positives; above 1, corners may swap sides
@@ -73,9 +73,9 @@ class ContrastiveDenoising(nn.Module):
             place: function that turns (B, Q, 4) boxes into (B, Q, C) positions of queries.
 
         Returns:
-            The queries with 2 G T more before them, where G is the number of groups. Each group has its positives first, then its
-            negatives, both in the order of the targets. If no image has an object, no queries are added, and the learned vectors
-            get zero gradients.
+            The queries, preceded by 2 G T denoising queries, where G is the number of groups. Each group has its positives first,
+            then its negatives, both in the order of the targets. If no image has an object, no queries are added, and the learned
+            vectors get zero gradients.
         """
         groups, size = self.count(targets)
         objects, labels, boxes = self.draw_noise(targets, queries.references.dtype)

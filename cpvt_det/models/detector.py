@@ -30,7 +30,7 @@ class Memory:
 
 
 class Detector(ImageModel):
-    """A detector of five parts and a position encoding. DETR is the case of one level and full attention.
+    """A detector made of five parts and a position encoding. DETR is the special case with one level and full attention.
 
     Parts are registered under the names of the official code, so that its weights fit: the neck is ``input_proj``, and the
     decoder's heads belong to the detector and not to the decoder.
@@ -83,12 +83,11 @@ class Detector(ImageModel):
 
     @property
     def num_queries(self) -> int:
-        """Q, without the queries that exist in training only."""
+        """Q, which does not count training-only queries."""
         return self.queries.num_queries
 
     def forward(self, images: Tensor, padding_mask: Tensor, targets: Sequence[Targets] | None = None) -> Predictions:
-        """Detect.
-
+        """Detect objects.
         Args:
             images: (B, 3, H, W) float, normalised; values under the padding do not matter.
             padding_mask: (B, H, W) bool, True = padded.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """DETR: one level, attention to all tokens, learned queries. Its transformer is batch-first and takes queries from any source.
 
-Place in the pipeline: the parts that ``models/detector.py`` calls.
+Place in the pipeline: the encoder and decoder that ``models/detector.py`` calls.
 
 Source: arXiv 2005.12872, section 3.2 and appendix A.3; names of parameters as in facebookresearch/detr.
 """
@@ -72,7 +72,7 @@ class DecoderLayer(FeedForward):
 
 
 class Decoder(nn.Module):
-    """Decoder layers; the output of every layer goes through one shared norm to the heads.
+    """Decoder layers, with one norm, shared by all layers, between the output of each layer and the heads.
 
     Args:
         num_layers: D, at least 1.
@@ -173,7 +173,7 @@ class DETR(Detector):
         num_queries: Q.
         num_logits: K', the number of logits that the classification needs for K classes.
         decoder_position: encoding of the decoder's keys; ``"same"`` uses the encoder's additive embedding, and ``None`` uses no
-            encoding. Models built from a config have sines here by default, because a PEG has no additive embedding.
+            encoding. Models built from a config use sines by default, because a PEG has no additive embedding.
         prior_probability: initial probability of every class if sigmoids are used; ``None`` for softmax.
         pixel_mean, pixel_std: mean and standard deviation per channel, in pixel values from 0 to 255.
         frozen: names of parts that are not trained, as in :meth:`Detector.freeze`.

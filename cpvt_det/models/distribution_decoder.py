@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""D-FINE's decoder: layers refine a distribution of distances for each side of a first box instead of the box itself.
+"""D-FINE's decoder: instead of a box, its layers refine a distribution of the distance by which each side of a first box moves.
 
-Place in the pipeline: after the queries; the losses of distributions are in ``losses/distributions.py``.
+Place in the pipeline: after the queries; the losses for the distributions are in ``losses/distributions.py``.
 
 Source: arXiv 2410.13842, section 4; names of parameters as in Peterande/D-FINE.
 """
@@ -21,7 +21,7 @@ FARTHEST_POSITION = 10.0  # limit of the numbers in queries' positions, as in th
 
 
 class Gate(nn.Module):
-    """The sum of queries and their attention output, each multiplied by a gate that sees both, followed by a norm.
+    """The sum of queries and their attention output, each multiplied by a gate that depends on both, followed by a norm.
 
     Args:
         channels: C.
@@ -41,7 +41,7 @@ class Gate(nn.Module):
 
 
 class GatedDecoderLayer(DeformableDecoderLayer):
-    """A decoder layer with a gate instead of the residual of its attention to the image. That attention has no projections.
+    """A decoder layer whose attention to the image has a gate in place of the residual connection, and no projections.
 
     Args:
         channels, num_heads, ffn_channels, dropout, num_levels, num_points, implementation: as in
@@ -76,7 +76,7 @@ class QualityHead(nn.Module):
     """Estimate a box's quality from the shape of its four distributions, and add it to the logits of all classes.
 
     Args:
-        num_largest: number of the largest probabilities used per side, together with their mean.
+        num_largest: how many of the largest probabilities of each side are used, in addition to the mean of these.
         hidden: inner channels.
     """
 
@@ -101,7 +101,7 @@ class DistributionDecoder(nn.Module):
         num_layers: D, at least 1.
         layer: arguments of :class:`GatedDecoderLayer`.
         num_bins: N, even and at least 4.
-        scale: divisor of the first box's width or height; the result is the unit in which sides move.
+        scale: number by which the first box's width and height are divided; the results are the units in which its sides move.
         reach: half of the largest distance that a side can move, in widths or heights of the first box.
         eval_layers: number of layers, counted from the first, that run in evaluation; 0 for all.
 
@@ -125,7 +125,7 @@ class DistributionDecoder(nn.Module):
         self.register_buffer("up", torch.tensor([reach]))
 
     def values(self) -> Tensor:
-        """(N + 1,) float: the distances that bins stand for, dense near 0."""
+        """(N + 1,) float: the distances that the bins stand for, which are closest together near 0."""
         end = self.up * self.reg_scale
         base = (end + 1) ** (2 / (self.num_bins - 2))
         right = base ** torch.arange(1, self.num_bins // 2, device=end.device) - 1
@@ -141,8 +141,8 @@ class DistributionDecoder(nn.Module):
             heads: the heads of all layers.
 
         Returns:
-            Logits (D, B, Q, K') and boxes (D, B, Q, 4). In training there is one more entry at the front: the boxes that all layers
-            start from, with the first layer's classes. The distributions of the layers are then returned too.
+            Logits (D, B, Q, K') and boxes (D, B, Q, 4). In training, both have an additional first entry, the boxes that all layers
+            start from with the first layer's classes, and the layers' distributions are returned too.
         """
         decoded, positions, references = queries.content, queries.positions, queries.references
         values, outputs, sides, earlier = self.values(), [], [], 0

@@ -44,7 +44,7 @@ class EncoderLayer(FeedForward):
         dropout: probability, in training.
         pre_norm: whether norms come before each part instead of after its residual.
         activation: activation of the feed-forward network, ``relu`` or ``gelu`` (exact).
-        norm_eps: number that norms add to variances.
+        norm_eps: number that norms add to the variance.
         drop_path: probability, in training, that an image skips the attention or the network of a layer, drawn for each separately.
         attention_bias: whether queries, keys and values have a bias.
 
@@ -90,7 +90,7 @@ class EncoderLayer(FeedForward):
 
         Args:
             tokens: (B, N, C) float.
-            positions: (B, N, C) float, added to queries and keys; ``None`` lets queries, keys and values share one product.
+            positions: (B, N, C) float, added to queries and keys; ``None`` lets one matrix product give queries, keys and values.
             padding_mask: (B, N) bool, True = padded; ``None`` if nothing is padded.
             place: function of a position encoding that acts inside the attention, as in :class:`Attention`.
             feed: function of a position encoding that acts on the feed-forward network's inner channels, (B, N, F) -> the same.

@@ -59,7 +59,7 @@ class ConvNorm(nn.Module):
         return self.act(self.norm(self.conv(x), valid if self.conv.stride == (1, 1) else after))
 
     def fold(self) -> None:
-        """Merge a batch norm into the convolution, in place, for inference; outputs change by rounding only."""
+        """Merge a batch norm into the convolution, in place, for inference; outputs change only by rounding."""
         if isinstance(self.norm, MaskedBatchNorm2d):
             fold_norm(self.conv, self.norm)
             self.norm = NoNorm()
@@ -92,7 +92,7 @@ class RepVGGBlock(nn.Module):
     def fold(self) -> None:
         """Merge the norms and the 1x1 convolution into the 3x3 convolution, in place, for inference.
 
-        Outputs of valid cells change by rounding only. Those of padded cells may change, because the 1x1 convolution alone also
+        Outputs of valid cells change only by rounding. Those of padded cells may change, because the 1x1 convolution alone also
         sees the values under the padding.
         """
         if self.conv2 is None or not isinstance(self.conv2.norm, MaskedBatchNorm2d):
@@ -128,7 +128,7 @@ class CSPLayer(nn.Module):
 
 
 class ELANLayer(nn.Module):
-    """D-FINE's fusion block: half of the channels goes through two CSP layers in turn, and all intermediate results are joined.
+    """D-FINE's fusion block: half of the channels pass through two CSP layers in turn; all intermediate results are concatenated.
 
     Args:
         inputs, outputs: channels before and after.
@@ -181,7 +181,7 @@ class HybridEncoder(nn.Module):
     Args:
         num_levels: L; each level has half the height and width of the one before.
         channels: channels of the features.
-        outputs: C, channels of the tokens. If it differs from ``channels``, or with ``csp``, 1x1 convolutions make the tokens.
+        outputs: C, channels of the tokens. For ``csp``, or if it differs from ``channels``, 1x1 convolutions make the tokens.
         encoder: attention within the coarsest level, on ``channels`` channels.
         fusion: ``csp``, as in RT-DETR, or ``elan``, as in D-FINE.
         expansion: width of the fusion's inner layers, as a fraction of ``channels``.
@@ -211,7 +211,8 @@ class HybridEncoder(nn.Module):
         hidden = round(expansion * channels // 2) if is_light else int(expansion * channels)
         if num_levels < 1 or depth < 1 or hidden < 1:
             raise ValueError(
-                f"a hybrid encoder needs levels, blocks and inner channels, got {num_levels} levels, depth {depth} and "
+                f"a hybrid encoder needs at least one level, one block and one inner channel, got {num_levels} levels, depth "
+                f"{depth} and "
                 f"expansion {expansion} of {channels} channels"
             )
         self.encoder, self.num_levels = encoder, num_levels
@@ -298,23 +299,23 @@ class NormedNeck(nn.ModuleList):
         map_channels: channels of the backbone's maps, all of which are used.
         map_strides: strides of the backbone's maps.
         channels: C.
-        norm: as in :class:`ConvNorm`.
+        norm: kind of the norms: BN, SyncBN, GN or none.
 
     Raises:
-        ValueError: strides that do not double.
+        ValueError: strides of which one is not twice the one before.
     """
 
     def __init__(self, map_channels: Sequence[int], map_strides: Sequence[int], channels: int, norm: str = "BN"):
         if any(2 * fine != coarse for fine, coarse in itertools.pairwise(map_strides)):
             raise ValueError(
-                f"the hybrid encoder joins maps that each have twice the stride of the one before, got {list(map_strides)}; "
+                f"the hybrid encoder needs maps that each have twice the stride of the one before, got {list(map_strides)}; "
                 "set MODEL.BACKBONE.STAGES to neighbouring stages, such as (3, 4, 5), without DC5"
             )
         super().__init__(ConvNorm(width, channels, 1, norm, activates=False) for width in map_channels)
         self.strides = list(map_strides)
 
     def forward(self, maps: Sequence[Tensor], padding_mask: Tensor) -> tuple[list[Tensor], Levels]:
-        """Project; arguments and result as in :data:`cpvt_det.models.necks.NECK_REGISTRY`."""
+        """Project the maps; arguments and result as in :data:`cpvt_det.models.necks.NECK_REGISTRY`."""
         masks = [level_padding_mask(padding_mask, stride) for stride in self.strides]
         features = []
         for project, x, mask in zip(self, maps, masks, strict=True):

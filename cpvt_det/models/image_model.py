@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base of detectors and classifiers: a backbone, normalised pixels on a padded canvas, and parts that can be frozen.
+"""The base class of detectors and classifiers: a backbone, normalised pixels on a padded canvas, and parts that can be frozen.
 
-Parts are named as in configs: ``backbone``, ``encoder``, ``transformer.encoder.layers.0``, ``class_embed``.
+Parts have the same names as in configs: ``backbone``, ``encoder``, ``transformer.encoder.layers.0``, ``class_embed``.
 """
 
 from collections.abc import Iterable, Sequence
@@ -76,8 +76,9 @@ class ImageModel(nn.Module):
         dtype = self.pixel_mean.dtype
         if dtype in (torch.float16, torch.bfloat16):
             raise TypeError(
-                f"the weights of this {type(self).__name__} are {dtype}, too coarse for boxes; make it float32 (float(), and "
-                "torch.set_default_dtype before building it) and call it under torch.autocast(device, torch.bfloat16), which "
+                f"the weights of this {type(self).__name__} are {dtype}, which is too coarse for boxes; build the model in float32 "
+                "(see torch.set_default_dtype) or convert it with float(), and call it under torch.autocast(device, "
+                "torch.bfloat16), which "
                 "uses half precision where it can; in training, set SOLVER.AMP.ENABLED"
             )
         return images.masked_fill(padding_mask[:, None], 0).contiguous(memory_format=torch.channels_last)
@@ -100,7 +101,7 @@ def require_contract(part: nn.Module, kind: str, *names: str) -> None:
     missing = [name for name in names if not hasattr(part, name)]
     if missing:
         lacks, needs = " and no ".join(missing), ", ".join(names)
-        raise TypeError(f"the {kind} {type(part).__name__} has no {lacks}; its contract asks for {needs}")
+        raise TypeError(f"the {kind} {type(part).__name__} has no {lacks}; its contract requires {needs}")
 
 
 def belongs_to_part(name: str, part: str) -> bool:
@@ -119,7 +120,7 @@ def require_parts(model: nn.Module, parts: Iterable[str], what: str) -> None:
     Args:
         model: a detector.
         parts: names as in :func:`belongs_to_part`.
-        what: purpose of the names, for the error.
+        what: what the names are for, for the error message.
 
     Raises:
         UnknownNameError: a name that matches no parameter; the message lists the existing parts.

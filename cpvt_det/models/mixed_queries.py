@@ -13,7 +13,7 @@ from cpvt_det.models.queries import QUERY_REGISTRY, ProposedQueries, Queries
 
 @QUERY_REGISTRY.register_as("mixed")
 class MixedQueries(BoxPositions, ProposedQueries):
-    """Boxes of the encoder's best proposals, with learned contents that are the same for every image.
+    """Boxes of the encoder's best proposals, with learned content embeddings that are the same for every image.
 
     The token of a proposal may cover a part of an object, or several objects. Therefore only its box is used by default, not its
     features.
@@ -21,17 +21,18 @@ class MixedQueries(BoxPositions, ProposedQueries):
     Args:
         channels, num_queries, num_logits, prior_probability, nms_threshold, class_proposals, hybrid, denoising: as
             in :class:`ProposedQueries`.
-        shared_content: whether all queries share one content, so that the number of queries of a trained model can be changed;
-            ``False`` learns one content per query, the first for the best proposal.
-        refined_positions: whether a network computes the queries' positions again from the refined boxes at every decoder layer;
-            ``False`` leaves them at the positions of the proposals.
+        shared_content: whether all queries share one content embedding, so that the number of queries of a trained model can be
+            changed; ``False`` learns one for each query, of which the best proposal gets the first.
+        refined_positions: whether a network computes the queries' positions anew from the refined boxes at every decoder layer;
+            ``False`` keeps the positions of the proposals in all layers.
         scaled_positions: whether refined positions are multiplied by a function of the output of the previous decoder layer.
-        token_content: whether contents are the features of the proposals' tokens, without gradient, instead of learned.
+        token_content: whether the queries' contents are the features of the proposals' tokens, without gradient, instead of being
+            learned.
         position_sines: whether refined positions are made from the sines of the boxes' coordinates; ``False`` makes them from the
             coordinates themselves, as in RT-DETR.
 
-    Positions refer to the unpadded image. DINO's code takes them in the padded map of the finest level instead, which makes a
-    prediction depend on the batch. Without padding, the two are the same.
+    Positions are relative to the unpadded image. In DINO's code they are relative to the padded map of the finest level, which
+    makes a prediction depend on the batch. Without padding, the two are the same.
 
     Raises:
         ValueError: as in :class:`ProposedQueries`; ``scaled_positions``, or ``position_sines`` False, without
@@ -59,11 +60,13 @@ class MixedQueries(BoxPositions, ProposedQueries):
         position_sines: bool = True,
     ):
         if scaled_positions and not refined_positions:
-            raise ValueError("scaled_positions needs refined_positions; without it, positions stay those of the proposals")
+            raise ValueError("scaled_positions needs refined_positions; without it, the positions remain those of the proposals")
         if not (position_sines or refined_positions):
-            raise ValueError("position_sines False needs refined_positions: other positions are made of sines")
+            raise ValueError(
+                "position_sines=False requires refined_positions=True: positions that are not refined are computed from sines"
+            )
         if shared_content and token_content:
-            raise ValueError("shared_content needs learned contents, but token_content learns none")
+            raise ValueError("shared_content needs learned content embeddings, but with token_content there are none")
         super().__init__(channels, num_queries, num_logits, prior_probability, nms_threshold, class_proposals, hybrid, denoising)
         self.query_embed = None if token_content else nn.Embedding(1 if shared_content else num_queries + hybrid, channels)
         self.refined_positions = refined_positions

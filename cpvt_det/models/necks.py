@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Necks: from a backbone's maps to the features of the transformer's levels.
+"""Necks, which turn a backbone's maps into the features of the transformer's levels.
 
 Place in the pipeline: after ``models/backbones/``, before the encoder. The features that the encoder receives are zero under the
 padding; layers that mix cells mask their own inputs.
@@ -43,7 +43,7 @@ class ProjectionNeck(nn.Conv2d):
         self.strides = [map_strides[-1]]
 
     def forward(self, maps: Sequence[Tensor], padding_mask: Tensor) -> tuple[list[Tensor], Levels]:
-        """Project; arguments and result as in :data:`NECK_REGISTRY`."""
+        """Project the maps; arguments and result as in :data:`NECK_REGISTRY`."""
         mask = level_padding_mask(padding_mask, self.strides[0])
         features = super().forward(maps[-1])
         # Padded tokens get no attention weight, but 0 * inf would be NaN. Zeros keep non-finite values out.
@@ -61,7 +61,7 @@ class MultiLevelNeck(nn.ModuleList):
         map_strides: strides of the backbone's maps.
         channels: C.
         num_levels: L, at least the number of maps.
-        mask_padding: leave padded cells out of the norms; ``False`` includes them, as the official code does.
+        mask_padding: whether to leave padded cells out of the norms; ``False`` includes them, as the official code does.
 
     Raises:
         ValueError: fewer levels than maps.
@@ -80,7 +80,7 @@ class MultiLevelNeck(nn.ModuleList):
         self.mask_padding = mask_padding
 
     def forward(self, maps: Sequence[Tensor], padding_mask: Tensor) -> tuple[list[Tensor], Levels]:
-        """Project; arguments and result as in :data:`NECK_REGISTRY`."""
+        """Project the maps; arguments and result as in :data:`NECK_REGISTRY`."""
         masks = [level_padding_mask(padding_mask, stride) for stride in self.strides]
         features = []
         x = maps[-1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The neck for a backbone with a single map: it makes levels of other strides from that map alone."""
+"""The neck for backbones with a single map, from which it makes levels of several strides."""
 
 from collections.abc import Sequence
 
@@ -13,8 +13,8 @@ from cpvt_det.models.necks import NECK_REGISTRY
 
 @NECK_REGISTRY.register_as("simple_pyramid")
 class SimplePyramid(nn.ModuleList):
-    """ViTDet's neck: deconvolutions of the backbone's last map make finer levels, max pooling makes coarser ones; all are convolved
-    twice.
+    """ViTDet's neck: deconvolutions of the backbone's last map make finer levels, and max pooling makes coarser ones. Two
+    convolutions follow in every level.
 
     Args:
         map_channels: channels of the backbone's maps.
@@ -33,7 +33,9 @@ class SimplePyramid(nn.ModuleList):
         self, map_channels: Sequence[int], map_strides: Sequence[int], channels: int, num_levels: int, first_stride: int = 8
     ):
         if type(first_stride) is not int or first_stride.bit_count() != 1 or map_strides[-1] > 16 * first_stride:
-            raise ValueError(f"the first stride is a power of 2, from {max(1, map_strides[-1] // 16)} on, got {first_stride}")
+            raise ValueError(
+                f"the first stride must be a power of 2 of at least {max(1, map_strides[-1] // 16)}, got {first_stride}"
+            )
         self.strides = [first_stride * 2**level for level in range(num_levels)]
         super().__init__(_Level(map_channels[-1], channels, map_strides[-1], stride) for stride in self.strides)
 

@@ -45,15 +45,15 @@ class Queries:
         positions: (B, Q, C) float.
         references: (B, Q, 2) points or (B, Q, 4) boxes, cxcywh, in [0, 1] of the unpadded image; ``None`` where the decoder
             attends to all tokens.
-        proposals: logits (1, B, N, K') and boxes (1, B, N, 4) of all tokens or of the chosen tokens alone, if the queries were
-            chosen from tokens.
+        proposals: logits (1, B, N, K') and boxes (1, B, N, 4) of all tokens, or of the chosen ones only; ``None`` if the queries
+            were not chosen from tokens.
         attention_mask: (Q, Q) float, added to the scores of the queries' self-attention; -inf where a query must not see another.
             ``None`` lets all queries see each other.
-        num_denoising: number of denoising queries. They come first, and exist in training only, for the loss.
+        num_denoising: number of denoising queries. They come first, and exist only in training, for the loss.
         objects: (B, ``num_denoising``) int64, index of the target that each denoising query stands for; -1 if it stands for none,
             as a negative does.
         groups: number of times that each target occurs in ``objects``.
-        num_hybrid: number of queries of the hybrid branch. They come last and exist in training only. The loss matches each object
+        num_hybrid: number of queries of the hybrid branch. They come last and exist only in training. The loss matches each object
             with several of them.
         place: function that takes the (B, Q, 4) boxes corrected by a decoder layer and the (B, Q, C) queries that it decoded, and
             returns the (B, Q, C) positions in the next layer; ``None`` leaves positions unchanged.
@@ -71,7 +71,7 @@ class Queries:
     place: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def split(self, predictions: Predictions) -> Predictions:
-        """From the decoder's predictions (D, B, Q, ...), split off those of the query groups that only the loss sees.
+        """Separate the decoder's predictions (D, B, Q, ...) of training-only queries, which only the loss uses, from the others.
 
         Raises:
             ValueError: denoising queries without their objects.
@@ -98,7 +98,7 @@ class Queries:
 
 
 class QueryEmbedding(nn.Embedding):
-    """DETR's queries: each has a learned position, which is the same for every image, and a content that starts at zero.
+    """DETR's queries: each has a learned position, which is the same for every image, and a content that is zero at first.
 
     Args:
         channels: C.
@@ -147,7 +147,7 @@ class LearnedQueries(nn.Module):
 
 @QUERY_REGISTRY.register_as("learned")
 def learned_queries(channels: int, num_queries: int, needs_references: bool) -> nn.Module:
-    """:class:`LearnedQueries` for a decoder that looks around points, :class:`QueryEmbedding` for one that sees all tokens."""
+    """:class:`LearnedQueries` for a decoder that samples around points, :class:`QueryEmbedding` for one that sees all tokens."""
     return (LearnedQueries if needs_references else QueryEmbedding)(channels, num_queries)
 
 
@@ -162,14 +162,15 @@ class ProposedQueries(nn.Module):
         num_queries: Q.
         num_logits: K'.
         prior_probability: initial probability of an object.
-        nms_threshold: threshold of the intersection over union with a better proposal; a proposal above it is chosen only after all
-            others (as in arXiv 2212.06137). 1 switches this off.
-        class_proposals: whether proposals have classes and are chosen by their best class. The loss then sees only the chosen ones,
-            as in DINO's code.
-        hybrid: number of additional queries, made from the next best proposals, that exist in training only. The loss matches each
-            object with several of them. The two groups do not see each other (arXiv 2207.13080, section 3).
-        denoising: module that puts additional training queries before the others, such as
-            :class:`cpvt_det.models.denoising.ContrastiveDenoising`; ``None`` for no such queries.
+        nms_threshold: a proposal whose intersection over union with a better one exceeds this is chosen only after all others (as
+            in arXiv 2212.06137). 1 switches this off.
+        class_proposals: whether proposals have classes and are chosen by the score of their best class. The loss then sees only the
+            chosen ones, as in DINO's code.
+        hybrid: number of additional training-only queries, made from the next-best proposals. The loss matches each object with
+            several of them. They and the other queries do not see each other (arXiv 2207.13080, section 3).
+        denoising: module that puts training-only queries before the others, such as
+            :class:`cpvt_det.models.denoising.ContrastiveDenoising` (in a config, its number of pairs per image); ``None`` for no
+            such queries.
 
     Raises:
         ValueError: channels that are not a multiple of 4, a threshold outside (0, 1], no queries, or a negative ``hybrid``.
@@ -192,7 +193,10 @@ class ProposedQueries(nn.Module):
         if not 0 < nms_threshold <= 1:
             raise ValueError(f"the NMS threshold of proposals must be above 0 and at most 1, got {nms_threshold}")
         if channels % 4:
-            raise ValueError(f"two stages need channels in multiples of 4, for the sines of a box's four numbers; got {channels}")
+            raise ValueError(
+                "two-stage queries need channels in multiples of 4, because each of a box's four numbers is encoded; got "
+                f"{channels}"
+            )
         self.channels = channels
         self.num_queries = at_least_one(num_queries)
         self.nms_threshold = nms_threshold
@@ -209,16 +213,16 @@ class ProposedQueries(nn.Module):
         self.denoising = denoising
 
     def forward(self, memory: Tensor, levels: Levels, targets: Sequence[Targets] | None = None) -> Queries:
-        """Propose and choose.
+        """Make proposals and choose the queries among them.
 
         Args:
             memory: (B, N, C) float.
             levels: layout of the tokens.
-            targets: targets of the B images, in training. Without them, queries that only training uses are not made.
+            targets: targets of the B images, in training. Without them, there are no training-only queries.
 
         Returns:
-            Q queries per image. If there are fewer than Q tokens, empty ones are added. In training, the queries of the hybrid
-            branch come after them and the denoising queries before them.
+            Q queries per image; if there are fewer than Q tokens, empty tokens are added. In training, denoising queries come
+            before these, and the queries of the hybrid branch after them.
         """
         learning = self.training and targets is not None
         hybrid = self.hybrid if learning else 0
@@ -240,7 +244,7 @@ class ProposedQueries(nn.Module):
         return self.denoising(queries, targets, self.place) if learning and self.denoising is not None else queries
 
     def place(self, boxes: Tensor) -> Tensor:
-        """The positions of queries.
+        """Compute the positions of queries.
 
         Args:
             boxes: (B, Q, 4) float, cxcywh in [0, 1] of the unpadded image.
@@ -269,8 +273,8 @@ class ProposedQueries(nn.Module):
         return nms_topk(boxes, scores, scores == PADDED_LOGIT, self.nms_threshold, count)
 
     def _score(self, memory: Tensor, levels: Levels, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """What proposals are made from: tokens (B, N', C), logits of the boxes that they start from (B, N', 4), and their own
-        logits (B, N', K'). N' is max(N, ``count``), so that ``count`` proposals can be chosen."""
+        """Compute what proposals are made from: tokens (B, N', C), logits (B, N', 4) of the boxes that proposals start from, and
+        the proposals' own logits (B, N', K'). N' is max(N, ``count``), so that ``count`` proposals can be chosen."""
         missing = count - memory.shape[1]
         # An exported program takes any number of tokens; torch 2.9 cannot compile sym_max of plain numbers.
         missing = torch.sym_max(0, missing) if isinstance(missing, torch.SymInt) else max(0, missing)
@@ -288,7 +292,7 @@ class ProposedQueries(nn.Module):
 
 
 def sines_of_boxes(boxes: Tensor, channels: int) -> Tensor:
-    """The sines and cosines of the four numbers of each box.
+    """Encode the four numbers of each box by sines and cosines.
 
     Args:
         boxes: (..., 4) float in [0, 1].
@@ -301,7 +305,7 @@ def sines_of_boxes(boxes: Tensor, channels: int) -> Tensor:
 
 
 def _with_hybrid(queries: Queries, count: int) -> Queries:
-    """The queries, with the last ``count`` as the hybrid branch: queries of one group do not see those of the other."""
+    """Make the last ``count`` queries the hybrid branch: these and the other queries do not see each other."""
     total = queries.content.shape[1]
     mask = queries.content.new_zeros(total, total)
     mask[-count:, :-count] = mask[:-count, -count:] = -math.inf
@@ -314,8 +318,7 @@ def _pick(values: Tensor, tokens: Tensor) -> Tensor:
 
 
 def at_least_one(num_queries: int) -> int:
-    """Return the number of queries.
-
+    """Return the number of queries, if it is at least 1.
     Raises:
         ValueError: a number below 1.
     """

@@ -24,14 +24,14 @@ class RealTimeDETR(Detector):
         backbone: module that meets the contract of :data:`cpvt_det.models.backbones.BACKBONE_REGISTRY`; all its maps are used.
         position: encoding of the coarsest level's cells.
         transformer: hybrid encoder and decoder.
-        neck: neck that makes features of the encoder's channels.
+        neck: neck that makes features with the encoder's number of channels.
         channels: C, of the tokens and queries.
         num_queries: Q.
         num_logits: K', the number of logits that the classification needs for K classes.
         prior_probability: initial probability of every class.
         pixel_mean, pixel_std: mean and standard deviation per channel, in pixel values from 0 to 255.
         frozen: names of parts that are not trained, as in :meth:`Detector.freeze`.
-        queries: query source; ``None`` for :class:`MixedQueries` with contents and classes of the proposals' tokens.
+        queries: query source; ``None`` for :class:`MixedQueries` whose contents and classes come from the proposals' tokens.
 
     Raises:
         UnknownNameError: a name in ``frozen`` that matches no part.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ms_deform_attn, the sampling core of deformable attention: fused on CPU and CUDA, in torch alone elsewhere.
+"""ms_deform_attn, the sampling core of deformable attention: fused kernels on CPU and CUDA, pure PyTorch elsewhere.
 
 The fused kernels are the operators ``cpvt_det::ms_deform_attn`` and ``cpvt_det::ms_deform_attn_backward``, so that compiled
 programs contain one node for each.
@@ -38,8 +38,8 @@ def ms_deform_attn(
     """Sum bilinear samples of the value maps for every query and head, each multiplied by its attention weight.
 
     A location ``x`` lies at pixel ``x * W_l - 0.5`` of its level, so that 0 and 1 are the outer borders of the map; samples outside
-    read zero. Sums are in at least float32. On the CPU, half precision is computed in float32, and so are all inputs under
-    autocast. If ``torch.use_deterministic_algorithms`` is on, the backward pass is deterministic.
+    read zero. Sums are computed in at least float32. On the CPU, inputs in half precision are computed in float32, and so are all
+    inputs under autocast. If ``torch.use_deterministic_algorithms`` is on, the backward pass is deterministic.
 
     Args:
         value: (B, N, M, D) float, the maps of all levels one after another, row by row; D is the width of one head.
@@ -47,17 +47,17 @@ def ms_deform_attn(
         sampling_locations: (B, Q, M, L, P, 2) xy, in [0, 1] of the padded map; in value's dtype, or float32 if value is in half
             precision.
         attention_weights: (B, Q, M, L, P), in value's dtype, or float32 if value is in half precision.
-        implementation: ``numba`` (CPU), ``triton`` (CUDA), ``eager`` (torch alone, any device), ``export`` (plain aten, which
-            takes symbolic shapes), ``grid_sample`` (torch's operator of that name, for inference), or ``auto``: ``export`` during
-            ``torch.export``, else the device's fused implementation if it is available, else ``eager``.
+        implementation: ``numba`` (CPU), ``triton`` (CUDA), ``eager`` (pure PyTorch, any device), ``export`` (plain aten operators,
+            which accept symbolic shapes), ``grid_sample`` (torch's operator of that name, for inference), or ``auto``: ``export``
+            during ``torch.export``, else the device's fused implementation if it is available, else ``eager``.
 
     Returns:
         (B, Q, M * D) in value's dtype. A query with a NaN location gives NaN. An infinite location gives NaN on a CPU, and counts
-        as outside on a GPU. For ``grid_sample``, NaN and infinite locations are outside.
+        as outside on a GPU. For ``grid_sample``, NaN and infinite locations count as outside.
 
     Raises:
-        ValueError: shapes that disagree, levels without a pixel, no points, several devices, or an implementation for a different
-            device.
+        ValueError: shapes that disagree, levels without pixels, no points, tensors on different devices, or an implementation for
+            another device.
         TypeError: an argument that is not a tensor, dtypes that are not float or do not match, or level shapes that are not
             integers.
         ImportError: an implementation whose package cannot be imported.
@@ -94,7 +94,7 @@ def _choose(device_type: str) -> str:
 
 @functools.cache
 def _kernels(implementation: str) -> ModuleType | Exception:
-    """The module of a fused implementation, or the error of its import; imports are slow, so they wait for the first use."""
+    """The module of a fused implementation, or the error of its import. Imports are slow, so they are put off until first use."""
     try:
         with no_garbage_collection():
             module = importlib.import_module(f"cpvt_det.ops.deformable_{implementation}")
@@ -102,7 +102,7 @@ def _kernels(implementation: str) -> ModuleType | Exception:
             raise ImportError(f"No module named {implementation!r}")
         return module
     except (ImportError, OSError) as error:  # OSError: a shared library that cannot be loaded
-        logger.warning("Deformable attention works without its %s kernel, more slowly: %s", implementation, first_line(error))
+        logger.warning("Deformable attention runs without its %s kernel, which is slower: %s", implementation, first_line(error))
         return error
 
 
@@ -145,7 +145,7 @@ def _check_dtypes(value: Tensor, locations: Tensor, weights: Tensor) -> None:
     for name, tensor in (("sampling_locations", locations), ("attention_weights", weights)):
         if tensor.dtype != value.dtype and not (tensor.dtype == torch.float32 and value.dtype in HALF):
             beside = f"{value.dtype} or torch.float32" if value.dtype in HALF else f"{value.dtype}"
-            raise TypeError(f"{name} must be {beside} beside a value of {value.dtype}, got {tensor.dtype}; convert it with .to()")
+            raise TypeError(f"{name} must be {beside} if value is {value.dtype}, got {tensor.dtype}; convert it with .to()")
 
 
 def _check_shapes(value: Tensor, level_shapes: Sequence[Size], locations: Tensor, weights: Tensor) -> None:
@@ -192,7 +192,9 @@ def _check_levels(level_shapes: Sequence[Size], tokens: int) -> None:
 def _check_fused(implementation: str, device_type: str) -> None:
     served = FUSED[implementation]
     if device_type != served:
-        raise ValueError(f"implementation {implementation!r} serves {served} tensors, got {device_type}; use 'auto' or 'eager'")
+        raise ValueError(
+            f"implementation {implementation!r} supports only {served} tensors, got {device_type}; use 'auto' or 'eager'"
+        )
     if not _is_available(implementation):
         error = _kernels(implementation)
         needs = f"implementation {implementation!r} needs {implementation}, which cannot be imported ({first_line(error)})"
@@ -252,7 +254,7 @@ def _differentiate(ctx, grad_output):
 
 
 def _refuse_twice(ctx, *grads):
-    raise NotImplementedError("ms_deform_attn has no second derivative; use implementation='export', which torch differentiates")
+    raise NotImplementedError("ms_deform_attn has no second derivative; use implementation='export', which torch can differentiate")
 
 
 torch.library.register_autograd(NAME, _differentiate, setup_context=_setup)

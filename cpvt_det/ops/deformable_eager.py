@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deformable attention in torch alone: for devices without one of our kernels, and for exported programs.
+"""Deformable attention in pure PyTorch: for devices without one of our kernels, and for exported programs.
 
-The first two functions sum the rows of ``value`` around a sample, weighted by distance; a corner outside the map counts as zero.
-The third leaves this to torch's own operator.
+The first two functions sum the four rows of ``value`` around each sample, weighted by distance; a row outside the map counts as
+zero. The third leaves this to torch's own operator.
 """
 
 import torch
@@ -13,7 +13,7 @@ LevelShapes = list[tuple[int, int]]
 
 
 def embedding_bag_attention(value: Tensor, level_shapes: LevelShapes, locations: Tensor, weights: Tensor) -> Tensor:
-    """``ms_deform_attn`` as one weighted ``embedding_bag``, which never stores the samples."""
+    """``ms_deform_attn`` computed by one weighted ``embedding_bag``, which never stores the samples."""
     batch, _, heads, width = value.shape
     dtype = torch.promote_types(value.dtype, torch.float32)
     corners, factors = _corners(value.shape, level_shapes, locations.to(dtype), weights.to(dtype))
@@ -23,7 +23,7 @@ def embedding_bag_attention(value: Tensor, level_shapes: LevelShapes, locations:
 
 
 def gather_attention(value: Tensor, level_shapes: LevelShapes, locations: Tensor, weights: Tensor) -> Tensor:
-    """``ms_deform_attn`` in operations that every exporter knows; shapes may be symbolic."""
+    """``ms_deform_attn`` computed by operations that every exporter supports; shapes may be symbolic."""
     dtype = torch.promote_types(value.dtype, torch.float32)
     corners, factors = _corners(value.shape, level_shapes, locations.to(dtype), weights.to(dtype))
     rows = value.to(dtype).reshape(-1, value.shape[3])  # (B, N, M, D) -> (B * N * M, D)
@@ -33,7 +33,7 @@ def gather_attention(value: Tensor, level_shapes: LevelShapes, locations: Tensor
 
 
 def grid_sample_attention(value: Tensor, level_shapes: LevelShapes, locations: Tensor, weights: Tensor) -> Tensor:
-    """``ms_deform_attn`` by ``grid_sample``, for runtimes that have a kernel for it; a NaN location counts as outside the map."""
+    """``ms_deform_attn`` computed by ``grid_sample``, for runtimes with a kernel for it; NaN locations count as outside the map."""
     dtype = torch.promote_types(value.dtype, torch.float32)
     maps = value.to(dtype).permute(0, 2, 3, 1).flatten(0, 1)  # (B, N, M, D) -> (B * M, D, N)
     grids = (2 * locations.to(dtype) - 1).transpose(1, 2).flatten(0, 1)  # -> (B * M, Q, L, P, 2), [-1, 1] of the map
@@ -48,7 +48,7 @@ def grid_sample_attention(value: Tensor, level_shapes: LevelShapes, locations: T
 
 
 def _corners(shape: torch.Size, level_shapes: LevelShapes, locations: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """The four neighbours of every sample: rows of the flattened value and their factors, both (B, Q, M, 4 * L * P)."""
+    """The four neighbours of every sample: row indices in the flattened value, and weights, both (B, Q, M, 4 * L * P)."""
     batch, tokens, heads, _ = shape
     device = locations.device
     height, width, first = _level_columns(level_shapes, device)
@@ -70,7 +70,8 @@ def _corners(shape: torch.Size, level_shapes: LevelShapes, locations: Tensor, we
 
 
 def _level_columns(level_shapes: LevelShapes, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Heights, widths and first tokens, each (L, 1) int64; made by ``full``, which takes symbolic numbers and needs no copy."""
+    """Heights, widths and first tokens of the levels, (L, 1) int64 each. They are made by ``full``, which accepts symbolic numbers
+    and needs no copy."""
     heights, widths = zip(*level_shapes, strict=True)
     first = [0]
     for height, width in level_shapes[:-1]:

@@ -2,11 +2,11 @@
 """The CPU kernels of deformable attention: one pass forward, one pass backward, nothing stored between the two.
 
 The channels of one head at one token are one record, so that the width of a head is part of an array's type. A kernel is
-compiled for this width at first use and cached on disk. Records are added and multiplied as vectors of the processor. Apart from
-the order of sums over channels, the arithmetic is not relaxed.
+compiled for this width at first use and cached on disk. Records are added and multiplied by the processor's vector instructions.
+Sums over channels may be reordered; apart from that, the compiler must keep to exact floating-point arithmetic.
 
-The forward pass is split by queries and the backward pass by heads, so that no two threads add to the same number. Results do
-not depend on the number of threads.
+The forward pass is divided among threads by query and the backward pass by head, so that no two threads add to the same number.
+Results do not depend on the number of threads.
 
 The file is long because numba checks only this file's modification time to decide whether a cached kernel is still valid.
 """
@@ -38,7 +38,7 @@ def _record(context, builder, pointer_type, pointer, index):
 
 @intrinsic
 def _memory(typing, array):
-    """The bare memory of an array, because numba would count references whenever an array is passed on, once per point."""
+    """The raw memory of an array. If the array itself were passed on, numba would count references to it for every point."""
 
     def generate(context, builder, signature, args):
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
@@ -98,7 +98,7 @@ def _dot(typing, xs, row, values, other):
 
 @inlined
 def _pull(out, row, value, a, right, down, inside, x, y, weight, one):
-    """out[row] += weight * the sample between records a, a + right, a + down and a + down + right, without those outside."""
+    """out[row] += weight * the sample between records a, a + right, a + down and a + down + right; those outside are left out."""
     w0, w1 = (one - y) * weight, y * weight
     if inside[0] and inside[1] and inside[2] and inside[3]:
         rows = a, a + right, a + down, a + down + right
@@ -136,7 +136,7 @@ def _push(grad, row, value, grad_value, a, right, down, inside, x, y, weight, on
 
 @Kernel
 def _forward(value, steps, levels, locations, weights, out, start, stop):
-    """Queries ``start`` to ``stop`` of B * Q. Returns whether all their locations are finite."""
+    """Compute queries ``start`` to ``stop`` of all B * Q. Return whether all their locations are finite."""
     value, out = _memory(value), _memory(out)
     real = weights.dtype.type
     half, one = real(0.5), real(1)
@@ -167,7 +167,7 @@ def _forward(value, steps, levels, locations, weights, out, start, stop):
 
 @Kernel
 def _backward(grad, value, steps, levels, locations, weights, grad_value, grad_locations, grad_weights, start, stop):
-    """Heads ``start`` to ``stop`` of B * M; ``grad_value`` comes in as zeros."""
+    """Compute the gradients of heads ``start`` to ``stop`` of all B * M; the caller fills ``grad_value`` with zeros."""
     grad, value, grad_value = _memory(grad), _memory(value), _memory(grad_value)
     real = weights.dtype.type
     half, one, zero = real(0.5), real(1), real(0)
@@ -260,12 +260,12 @@ def backward(
 
 
 def _is_head_major(value: Tensor, num_queries: int) -> bool:
-    """Whether to copy the maps so that each head is contiguous: with many queries, a cache then holds M times more of a head."""
+    """Whether to copy the maps so that each head is contiguous. It pays with many queries: a cache holds M times more of a head."""
     return 2 * num_queries >= value.shape[1] and value.shape[2] > 1
 
 
 def _value_records(value: Tensor, dtype: torch.dtype, head_major: bool) -> tuple[np.ndarray, tuple[int, int, int]]:
-    """The maps as records, and the distances in records to the next image, head and token."""
+    """The maps as records, and the strides from one image, head and token to the next, counted in records."""
     _, tokens, heads, width = value.shape
     records = _records(_array(value.transpose(1, 2).contiguous() if head_major else value, dtype), width)
     return records, (tokens * heads, tokens, 1) if head_major else (tokens * heads, 1, heads)
@@ -278,7 +278,7 @@ def _array(x: Tensor, dtype: torch.dtype) -> np.ndarray:
 
 
 def _records(array: np.ndarray, width: int) -> np.ndarray:
-    """The same memory as a row of records of ``width`` channels."""
+    """A view of the same memory as one row of records, each with ``width`` channels."""
     return array.reshape(-1).view(_record_type(array.dtype, width))
 
 
@@ -289,7 +289,7 @@ def _record_type(dtype: np.dtype, width: int) -> np.dtype:
 
 @functools.lru_cache(256)
 def _level_table(level_shapes: tuple[int, ...]) -> np.ndarray:
-    """(L, 3) int64: height, width and first token."""
+    """(L, 3) int64: height, width and first token of each level."""
     table = np.empty((len(level_shapes) // 2, 3), dtype=np.int64)
     table[:, 0], table[:, 1] = level_shapes[0::2], level_shapes[1::2]
     table[:, 2] = np.cumsum(table[:, 0] * table[:, 1]) - table[:, 0] * table[:, 1]

@@ -5,16 +5,16 @@ The module can be imported without Triton, which only ``forward`` and ``backward
 
 - A program handles one head of one image, and a tile of neighbouring queries times the head's D channels. A corner is then read
   as one coalesced row, 16 bytes per thread where D allows it. Queries that are neighbours on the map sample neighbouring pixels,
-  so they share one L1. Heads vary fastest over the grid, so that concurrent programs read one band of each level in whole lines
-  of M * D values.
+  so they use the same lines of one L1 cache. Heads vary fastest over the grid, so that concurrent programs read one band of each
+  level in whole lines of M * D values.
 - Levels are unrolled, points are not. With all L * P = 16 points unrolled, the forward took 244 registers on sm_90. With a loop
   over the points it takes 48, and five times as many warps hide the latency of its reads.
 - Level sizes are passed by value: no table on the device, no synchronisation, nothing to keep alive for CUDA graphs. They are
-  passed as floats (exact to 2^24), because Triton compiles again for an integer that is 1 or a multiple of 16. That would give
-  up to 3^(2 L) kernels over the image sizes of one training.
-- Coordinates and sums are in at least float32, whatever dtype is stored. Coordinates are clamped to just outside the level before
-  they become integers, so none can overflow. NaN passes the clamp and fails every bounds test, so nothing is read for it; it
-  reaches the result through the bilinear weights.
+  passed as floats (exact to 2^24), because Triton compiles a separate kernel for an integer that is 1 or a multiple of 16. The
+  image sizes of one training run would then lead to up to 3^(2 L) kernels.
+- Coordinates and sums are computed in at least float32, whatever dtype is stored. Coordinates are clamped to just outside the
+  level before they become integers, so none can overflow. NaN passes the clamp and fails every bounds test, so nothing is read
+  for it; it reaches the result through the bilinear weights.
 
 The file is long because the launches and the three kernels must agree on tiles, cells and arguments.
 
@@ -91,13 +91,13 @@ def backward(
 
     Args:
         grad_output: (B, Q, C), value's dtype.
-        value: as in ``forward``, like the next three.
+        value: as in ``forward``; so are the next three.
         level_shapes: L pairs (H_l, W_l).
         sampling_locations: (B, Q, M, L, P, 2).
         attention_weights: (B, Q, M, L, P).
         deterministic: whether to sort the samples and sum those of each pixel in that order, instead of by atomic additions, so
-            that equal inputs give equal bits. This takes about 30 bytes more memory per sample, but in half precision it saves the
-            float32 copy of the gradient.
+            that equal inputs give bitwise equal results. This takes about 30 bytes more memory per sample, but in half precision
+            it saves the float32 copy of the gradient.
 
     Returns:
         Gradients of value, sampling_locations and attention_weights, each in the shape and dtype of its tensor. A NaN
@@ -183,7 +183,7 @@ def _gather(inputs: tuple[Tensor, ...], level_shapes: Sequence[Size], keys: Tens
 
 
 def _options(value: Tensor, channels_per_thread: int, num_warps: int) -> dict:
-    """Tile sizes that give each thread one vector of one row. Fixed, because tuning costs seconds at the first call per size."""
+    """Tile sizes that give each thread one vector of one row. They are fixed, because tuning would take seconds per new size."""
     heads, channels = value.shape[2:]
     block_d = triton.next_power_of_2(channels)
     return {
@@ -202,7 +202,7 @@ def _sizes(level_shapes: Sequence[Size]) -> tuple[float, ...]:
 
 
 def _jit(*integers: str) -> Callable:
-    """``triton.jit`` if Triton is installed. ``integers``: arguments for whose values the code is not specialised."""
+    """``triton.jit`` if Triton is installed. ``integers`` names arguments on whose values Triton must not specialise the code."""
     return (lambda kernel: kernel) if triton is None else triton.jit(do_not_specialize=integers)
 
 
@@ -235,7 +235,7 @@ def _rows(queries, blocks, M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.c
 
 @_jit()
 def _tile(rows, lanes, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The mask of a tile, from the mask of its rows. It varies by lane, which prevents vector reads, only if D is padded."""
+    """The mask of a tile, from the mask of its rows. It varies by lane only if D is padded, because that prevents vector reads."""
     mask = rows[:, None]
     if D != BLOCK_D:
         mask = mask & (lanes < D)
@@ -425,7 +425,7 @@ def _gather_kernel(
     BLOCK_D: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
-    """A pixel's gradient from the samples of its four cells; samples are sorted by cell, so neighbouring cells are one segment."""
+    """A pixel's gradient from the samples of its four cells; samples are sorted by cell, so two cells in a row form one segment."""
     height, width = tl.cast(height, COMPUTE), tl.cast(width, COMPUTE)
     rows, columns = tl.cast(height, tl.int32), tl.cast(width, tl.int32)
     pixel, pair = tl.program_id(0) % (rows * columns), (tl.program_id(0) // (rows * columns)).to(tl.int64)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keep torch working after a fork of a process that has already computed, as in ``gunicorn --preload``, Celery or multiprocessing.
+"""Keep torch working after the fork of a process that has already used it, as in ``gunicorn --preload``, Celery or multiprocessing.
 
-Threads do not survive in the child, and GCC's OpenMP would wait there for its threads for ever. So the threads are ended before the
-fork, and parent and child start new ones for their next computation.
+A child has none of its parent's threads, and GCC's OpenMP would wait for them forever. So the threads are ended before the fork,
+and parent and child start new ones for their next computation.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ SOFT = 1
 
 
 def end_threads_at_forks() -> None:
-    """From now on, end the calling thread's compute threads before each fork."""
+    """From now on, before each fork, end the compute threads of the thread that forks."""
     if hasattr(os, "register_at_fork"):
         hooks = _Hooks()
         os.register_at_fork(before=hooks.before, after_in_parent=hooks.after_in_parent, after_in_child=hooks.after_in_child)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order in which proposals are chosen: the best first, and those that a better one suppresses after all others."""
+"""The order in which proposals are chosen: the best first, and last those that a better one suppresses."""
 
 import math
 
@@ -16,13 +16,13 @@ SUPPRESSED = 1e3  # subtracted from the scores of boxes suppressed by a better o
 def nms_topk(boxes_xyxy: Tensor, scores: Tensor, padded: Tensor, threshold: float, count: int) -> Tensor:
     """Choose boxes by score; boxes whose intersection over union with a better one exceeds ``threshold`` come last.
 
-    It calls torchvision's operator on few boxes first, because the time grows with the square of their number, and image by image,
-    because ``batched_nms`` shifts the boxes of each image, with a rounding that depends on the batch. An exported program uses
-    :func:`nms_topk_exportable`.
+    torchvision's operator is first called on only a few boxes, because its time grows with the square of their number. It is called
+    for each image separately, because ``batched_nms`` shifts the boxes of each image, and the rounding then depends on the batch.
+    An exported program uses :func:`nms_topk_exportable`.
 
     Args:
         boxes_xyxy: (B, N, 4) float, in any unit.
-        scores: (B, N) float, within 1e3 / 2 of 0.
+        scores: (B, N) float, of absolute value below 1e3 / 2.
         padded: (B, N) bool, True = chosen only when nothing else is left.
         threshold: intersection over union above which a better box suppresses another, above 0 and below 1.
         count: Q, at most N.
@@ -61,7 +61,7 @@ def nms_topk_exportable(boxes_xyxy: Tensor, scores: Tensor, padded: Tensor, thre
     """:func:`nms_topk` in ``count`` steps; each takes the best remaining box and moves the boxes that overlap it to the back.
 
     Whether a box is moved back depends only on better ones, so ``count`` steps give the same result as steps over all boxes. A
-    step needs neither a matrix of pairs nor a number of boxes that is only known afterwards.
+    step needs neither a matrix of all pairs nor shapes that depend on the data.
     """
     sides = boxes_xyxy[..., 2:] - boxes_xyxy[..., :2]
     places = torch.arange(count, device=scores.device).expand(scores.shape[0], -1)

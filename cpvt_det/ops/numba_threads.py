@@ -52,7 +52,7 @@ inlined = numba.njit(nogil=True, error_model="numpy", forceinline=True)
 
 
 def cut(length: int, work: int) -> list[tuple[int, int]]:
-    """Cut ``range(length)`` into a piece for each thread that torch may use, or leave it whole if there is little work."""
+    """Cut ``range(length)`` into one piece per thread that torch may use, or into fewer if there is little work."""
     pieces = min(torch.get_num_threads(), length, max(1, work // SMALL_WORK))
     if pieces == 1:
         return [(0, length)]
@@ -60,7 +60,7 @@ def cut(length: int, work: int) -> list[tuple[int, int]]:
 
 
 def run(kernel: Callable, arrays: tuple, pieces: list[tuple[int, int]]) -> list:
-    """Call the kernel on every piece, each in a thread.
+    """Call the kernel on every piece, each in its own thread.
 
     Returns:
         The result of each call.
@@ -71,16 +71,16 @@ def run(kernel: Callable, arrays: tuple, pieces: list[tuple[int, int]]) -> list:
 
 
 class TorchThreads:
-    """The threads of torch's own OpenMP library, used through the calls into which GCC compiles ``omp parallel``.
+    """The threads of torch's own OpenMP library, used through the functions to which GCC compiles ``omp parallel``.
 
-    After each parallel part of torch, these threads spin on their cores for milliseconds while they wait for the next part. Any
-    additional threads would get half a core.
+    After each parallel section of torch, these threads spin on their cores for milliseconds while they wait for the next one. Any
+    additional threads would get only half a core each.
 
     Args:
         library: path of a library that is linked with that OpenMP library.
 
     Raises:
-        OSError, AttributeError: there is no such library, or it lacks those calls.
+        OSError, AttributeError: there is no such library, or it lacks those functions.
     """
 
     _WORK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)

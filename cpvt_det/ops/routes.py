@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of a kernel for an operation on a CPU, by the processor's instructions and never by its maker.
+"""The choice of a kernel for each operation on a CPU, by the processor's instruction sets and never by its manufacturer.
 
-``CPVT_DET_WITHOUT=winograd,rows`` in the environment switches off these routes of this package, and torch's own code is used
-instead. ``all`` switches off all routes.
+``CPVT_DET_WITHOUT=winograd,rows`` in the environment switches off these two routes of this package, so that torch's own code is
+used instead. ``CPVT_DET_WITHOUT=all`` switches off all routes.
 """
 
 import functools
@@ -36,15 +36,15 @@ ROUTES = {
 - ``deformable`` (``ops/deformable_attention.py``): deformable attention by numba's kernel;
 - ``canvases`` (``fast/resnet.py``): a separate canvas for each image of a padded batch;
 - ``packing`` (``fast/encoders.py``): encoders leave padded tokens out;
-- ``openmp`` (``ops/numba_threads.py``): numba's kernels in torch's own threads if these are GCC's OpenMP, else in a pool.
+- ``openmp`` (``ops/numba_threads.py``): numba's kernels run in torch's own threads if these are GCC's OpenMP, else in a pool.
 """
 OWN = ("dropout", "deformable", "canvases", "packing", "openmp")
 """Routes that do not use oneDNN."""
 OF_WIDE_UNITS = ("avx512fp16", "avx512vp2intersect", "avxvnni")
-"""Instructions under LLVM's names. Processors with AVX-512's bf16 products and full-width units have at least one of them."""
+"""Instruction sets, under LLVM's names. A processor with AVX-512's bf16 products and full-width units has at least one of them."""
 SWITCH, ALL = "CPVT_DET_WITHOUT", "all"
 KNOWN = ("cpvt_det", "torch", "torchvision")
-"""Packages whose modules may be changed; third-party modules are left alone."""
+"""Packages whose modules may be given faster classes; the modules of all other packages are left alone."""
 
 
 @functools.cache
@@ -76,10 +76,10 @@ def _left_out() -> list[str]:
 
 
 def instructions() -> str:
-    """torch's name of its instruction set, or :data:`IN_HALVES` if AVX-512 runs on units of 256 bits, in two steps.
+    """torch's name for the instruction set it uses, or :data:`IN_HALVES` if AVX-512 runs in two steps on 256-bit units.
 
-    Such a processor is recognised by its instructions: it has AVX-512's bf16 products, and none of :data:`OF_WIDE_UNITS`. Two kinds
-    are misjudged: Intel's Cooper Lake (2020) has full width, and AMD's Zen 5 for laptops does not.
+    Such a processor is recognised by its instruction sets: it has AVX-512's bf16 products, and none of :data:`OF_WIDE_UNITS`. Two
+    kinds are misjudged: Intel's Cooper Lake (2020), whose units have full width, and AMD's Zen 5 for laptops, whose units do not.
     """
     own = torch.backends.cpu.get_cpu_capability()
     flags = _flags() if own.startswith("AVX512") else {}
@@ -88,7 +88,7 @@ def instructions() -> str:
 
 @functools.cache
 def _flags() -> dict[str, bool]:
-    """The processor's instructions by LLVM's names; empty if llvmlite, which comes with numba, cannot be imported."""
+    """The processor's instruction sets, under LLVM's names; empty if llvmlite, which comes with numba, cannot be imported."""
     try:
         from llvmlite.binding import get_host_cpu_features
     except (ImportError, OSError):
@@ -97,8 +97,8 @@ def _flags() -> dict[str, bool]:
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether a tensor is a plain CPU tensor of torch that is not traced, compiled or transformed by ``torch.func``, and whose
-    operations no active mode counts or fakes."""
+    """Whether a tensor is a plain CPU tensor of torch that is not being traced, compiled or transformed by ``torch.func``, while no
+    dispatch mode counts or fakes operations."""
     if torch.compiler.is_compiling() or x.device.type != "cpu" or type(x) not in (Tensor, nn.Parameter):
         return False
     is_watched = torch.jit.is_tracing() or _get_current_dispatch_mode() is not None
@@ -106,7 +106,7 @@ def is_plain(x: Tensor) -> bool:
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether hooks see a module's calls or its gradients."""
+    """Whether a module has hooks on its calls or its gradients."""
     return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
 
 
@@ -116,7 +116,7 @@ def is_known(module: nn.Module) -> bool:
 
 
 def takes(route: str, x: Tensor) -> bool:
-    """Whether a float32 route may be used for ``x``, which must be plain and not empty, without autocast.
+    """Whether a route for float32 may be used for ``x``: it must be plain and not empty, and autocast must be off.
 
     ``torch.backends.mkldnn.enabled = False`` switches off all routes that are checked here.
     """

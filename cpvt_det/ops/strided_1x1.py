@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A guard for strided 1x1 convolutions with few channels, for which oneDNN writes past its memory in the weight's gradient."""
+"""A guard for strided 1x1 convolutions with few channels: oneDNN writes past its memory when computing their weight's gradient."""
 
 import copy
 from collections.abc import Sequence
@@ -8,11 +8,12 @@ from functools import partial
 from torch import Tensor, nn
 
 NARROW = 16
-"""Input channels below which no strided 1x1 convolution is passed to torch.
+"""Strided 1x1 convolutions with fewer input channels than this are not passed to torch.
 
-For the weight's gradient in channels last, oneDNN gathers the cells of the stride into memory for ``cells * channels`` numbers, but
-writes each cell at ``cell * block``. That is past the end if there are fewer channels than in a block, which has 16 with AVX-512
-and 8 with AVX2 (``tests/upstream/strided_1x1.py``). Skipping cells first and convolving with a stride of 1 gives the same sum.
+For the weight's gradient in channels-last layout, oneDNN gathers the cells that the stride selects into memory for
+``cells * channels`` numbers, but writes each cell at ``cell * block``. That is past the end if there are fewer channels than a
+block holds, 16 with AVX-512 and 8 with AVX2 (``tests/upstream/strided_1x1.py``). Skipping cells first and convolving with a stride
+of 1 gives the same sum.
 
 Source: oneDNN ``jit_avx512_common_1x1_convolution.cpp`` (``rp.ws``), ``jit_uni_1x1_conv_utils.hpp``; its issue 6035."""
 

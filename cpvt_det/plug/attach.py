@@ -33,7 +33,8 @@ WRAPPERS = {
 
 @dataclass
 class Plug:
-    """The work of ``add_peg``: changes to undo, and layers with a PEG. It is stored as ``_peg_plug`` in the layers' owner."""
+    """What ``add_peg`` has done: the changes to undo, and the layers that have a PEG. It is stored as ``_peg_plug`` in the layers'
+    owner."""
 
     undo: list[Any]
     layers: list[nn.Module]
@@ -48,14 +49,15 @@ def add_peg(
     share_levels: bool = False,
     **peg_options: Any,
 ) -> nn.Module:
-    """Put PEGs after layers of a known model, in place. Call it before ``torch.compile``, DDP and the optimizer.
+    """Put PEGs after layers of a known model, in place. Call this before ``torch.compile``, DDP and the optimizer.
 
     Args:
         model: a model of a family in docs/plug.md, or a module that contains one.
         after: index or name of the layers; for a backbone with named maps, names of the maps.
         position: ``keep``, or ``replace`` to remove the encoding that the model has at this place.
         weights: source of the PEGs' weights: a folder of ``save_pretrained``, a file, or a state dict.
-        grid: (H, W) of the tokens, for ``nn.TransformerEncoder`` only, which has no grid; ``encoder.peg_grid`` changes it.
+        grid: (H, W) of the tokens, only for ``nn.TransformerEncoder``, which does not know it; to change it later, set
+            ``encoder.peg_grid``.
         share_levels: whether one PEG serves all levels of a multi-level encoder, instead of one per level.
         peg_options: options of :class:`~cpvt_det.position.peg.PEGDetection`; the default is ``zero_init=True``, so that no output
             changes.
@@ -85,7 +87,7 @@ def add_peg(
 
 
 def remove_peg(model: nn.Module) -> nn.Module:
-    """Remove all PEGs, in place: keys, hooks and encodings are as before ``add_peg``.
+    """Remove all PEGs, in place; afterwards keys, hooks and encodings are as before ``add_peg``.
 
     Raises:
         PlugError: a model that has no PEG, is compiled or is wrapped.
@@ -266,7 +268,7 @@ def _load(model: nn.Module, weights: str | Path | Mapping[str, Any]) -> None:
     missing, other = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
     wrong = [key for key in wanted if key in found and found[key].shape != state[key].shape]
     if missing or other or wrong:
-        lists = {"lacks": missing, "also has": other, "has in another shape": wrong}
+        lists = {"lacks": missing, "also has": other, "has with a different shape": wrong}
         faults = "; ".join(f"{verb} {', '.join(keys[:4])}{' ...' if len(keys) > 4 else ''}" for verb, keys in lists.items() if keys)
         raise WeightsError(f"{origin} {faults}: call add_peg with the layers and options that the weights were trained with")
     model.load_state_dict({key: found[key] for key in wanted}, strict=False)

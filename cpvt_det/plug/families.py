@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The models that ``add_peg`` knows, with the places of their layers, tokens, grid and padding mask.
 
-A family is a set of attributes, with a few methods where they are needed. Classes are matched by name, so that no library is
-imported.
+A family is described by attributes, and by a few methods where these are not enough. Classes are matched by name, so that no
+library is imported.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,8 @@ from cpvt_det.plug.hooks import AttributeOverride, GridAndMask, PlugError, ZeroA
 
 
 class Family:
-    """A family with the default values: layers of (B, N, C) tokens without a mask, whose own arguments contain the grid."""
+    """A family, with the default values: layers of (B, N, C) tokens without a mask; the grid is in the arguments of a layer's
+    call."""
 
     name: str
     classes: tuple[str, ...]
@@ -30,7 +31,7 @@ class Family:
     grid_source: tuple[str, str] | None = None
     """Path, below the owner, of the module that receives grid and mask, which are read "before" or "after" its call."""
     mask_meaning: str | None = None
-    """Meaning of the family's mask; ``None`` if it has none."""
+    """Meaning that the family's mask must have, for messages; ``None`` if there is no mask."""
     needs_grid = False
 
     def layers(self, owner: nn.Module) -> dict[str, nn.Module]:
@@ -78,7 +79,7 @@ def _argument(args: tuple, kwargs: Mapping[str, Any], index: int, *names: str) -
 
 
 def _padded(mask: Tensor | None, valid: bool = False) -> Tensor | None:
-    """The mask with True = padded; ``valid`` means that True = valid in the given mask."""
+    """The mask with True = padded; ``valid`` says that the given mask has True = valid instead."""
     if mask is not None and mask.dtype != torch.bool:
         raise PlugError(f"the padding mask must be bool, got {mask.dtype}, whose values have no defined meaning")
     return ~mask if valid and mask is not None else mask

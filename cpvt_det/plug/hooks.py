@@ -39,7 +39,7 @@ class ForwardContext:
     """Grid and mask of a forward pass, shared by the hooks of a model, because one module receives them and others need them.
 
     A layer that is recomputed in the backward pass (gradient checkpointing) reads them after the forward pass has ended. It gets
-    the grid and mask of the last forward pass, so two forward passes before one backward pass cannot be distinguished.
+    the grid and mask of the last forward pass, so two forward passes cannot be distinguished if both precede the backward pass.
     """
 
     def __init__(self) -> None:
@@ -55,14 +55,17 @@ class ForwardContext:
         """Grid and mask of the current forward pass, or of the recomputed one.
 
         Raises:
-            PlugError: two threads in one model, or a layer that runs without the module that receives the grid.
+            PlugError: two threads that use one model at the same time, or a layer that runs without the module that receives the
+                grid.
         """
         if self.open and self.thread == _thread():
             return self.current
         if self.current is not None and torch._C._current_graph_task_id() != -1:  # in the backward pass
             return self.current
         if self.open:
-            raise PlugError("two threads run one model with PEG at the same time; give each thread a copy of the model")
+            raise PlugError(
+                "two threads are running the same model with PEG at the same time; give each thread a copy of the model"
+            )
         raise PlugError("the layer was called alone, so its PEG has no grid; call the whole model or the module with its encoder")
 
     def close(self) -> None:
@@ -74,7 +77,7 @@ class ForwardContext:
 
 
 def _thread() -> int:
-    """The thread's id; 0 in a compiled graph, which contains grid and layers in one piece and cannot read the id."""
+    """The thread's id; 0 in a compiled graph, which cannot read the id and runs grid and layers as one piece anyway."""
     return 0 if torch.compiler.is_compiling() else threading.get_ident()
 
 
@@ -86,12 +89,12 @@ class RecordGrid:
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any = None) -> None:
         if getattr(module, "_is_replica", False):
-            raise PlugError("DataParallel would run all replicas on one grid; use DistributedDataParallel")
+            raise PlugError("with DataParallel, all replicas would share one grid; use DistributedDataParallel")
         self.context.record(self.family.grid_and_mask(module, args, kwargs, output))
 
 
 class ClearContext:
-    """A hook after the owner, so that a layer that is called alone later does not use an old grid."""
+    """A hook that runs after the owner, so that a layer that is later called alone does not use an old grid."""
 
     def __init__(self, context: ForwardContext):
         self.context = context
@@ -101,7 +104,7 @@ class ClearContext:
 
 
 class ApplyPEG:
-    """The hook after a layer: PEG on the tokens of its output.
+    """A hook that runs after a layer and applies PEG to the tokens in its output.
 
     Args:
         family: family of the model: which output contains the tokens, and how to read grid and mask from a call.
@@ -235,7 +238,7 @@ def _zeros(value: Any) -> Any:
 
 
 class AttributeOverride:
-    """A change of a module's attribute until ``remove()``; a tensor replaces a parameter as a buffer."""
+    """Another value for a module's attribute, until ``remove()``. A tensor that replaces a parameter becomes a buffer."""
 
     def __init__(self, module: nn.Module, name: str, value: Any):
         self.module, self.name = module, name
@@ -248,7 +251,7 @@ class AttributeOverride:
             setattr(module, name, value)
 
     def remove(self) -> None:
-        """Restore the old value, at its old place among the parameters, on the device of the other ones."""
+        """Restore the old value, at its old place among the parameters and on the device of the others."""
         module, kept = self.module, self.kept
         if isinstance(kept, nn.Parameter):
             if self.name in module._buffers:
@@ -264,5 +267,5 @@ class AttributeOverride:
 
 
 def _parameter_of(module: nn.Module) -> nn.Parameter:
-    """A parameter of the module, for its device and dtype."""
+    """Any parameter of the module, to read the device and the dtype from."""
     return next(module.parameters())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The heart of the project: the contract of position encodings, and every encoding.
+"""Position encodings, the heart of the project: the contract that they meet, and all implementations.
 
 Start with :mod:`cpvt_det.position.encoding` (the contract) and :mod:`cpvt_det.position.peg` (PEG itself).
 """

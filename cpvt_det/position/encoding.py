@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of position encodings, and the registry of their names.
+"""The contract that position encodings meet, and the registry of their names.
 
-A new encoding is one class or function registered under its name; the contract tests find it through the registry.
+To add an encoding, register a class or function under a name; the contract tests find it through the registry.
 ``builders/parts.py`` passes it the options of ``MODEL.POSITION`` as keywords.
 """
 
@@ -20,14 +20,14 @@ FACTS = ("channels", "num_levels", "num_layers", "num_heads", "ffn_channels")
 
 
 class PositionRegistry(PartRegistry):
-    """Encodings by name. ``<one>+<PEG>`` combines any encoding with a PEG, as in ``table+peg_plain``. The options
-    of both are given under their names: ``{"table": {"grid": (7, 7)}}``."""
+    """Encodings by name. A name of the form ``<one>+<PEG>``, such as ``table+peg_plain``, is the sum of any encoding and a PEG. The
+    options of each are then given under its own name: ``{"table": {"grid": (7, 7)}}``."""
 
     def __contains__(self, name: str) -> bool:
         return super().__contains__(name) or self._is_sum(name)
 
     def find(self, name: str) -> Callable[..., nn.Module]:
-        """The builder registered under a name, or that of a sum.
+        """Find the builder of a registered encoding, or of a sum of two.
 
         Raises:
             UnknownNameError: a name that is neither registered nor a sum of two registered names.
@@ -52,33 +52,34 @@ class PositionRegistry(PartRegistry):
 
 
 POSITION_REGISTRY = PositionRegistry("POSITION", "position encoding", chosen=frozenset({"additive", "peg"}))
-"""Name -> builder of the encoding. It is called with its own options and with those of :data:`FACTS` that are its parameters."""
+"""Name -> builder of the encoding. It is called with its own options and with whichever of :data:`FACTS` its signature names."""
 
 
 class PositionEncoding(nn.Module):
-    """The contract of encodings; by itself, an encoding that does nothing.
+    """The contract of encodings. This base class is itself an encoding, which does nothing.
 
     The encoder calls :meth:`forward` and :meth:`inject` with the *projected* features and one padding mask per level (DETR has one
     level), so that an encoding may depend on the features. If attention compares queries with keys, the encoder also calls
     :meth:`place` and :meth:`feed` inside its layers. Encodings see only an image's tokens, not class and distillation tokens.
 
     Attributes:
-        acts_in_attention: whether :meth:`place` does anything; attention without products of queries and keys refuses such an
-            encoding.
+        acts_in_attention: whether :meth:`place` does anything; encoders whose attention does not multiply queries by keys refuse
+            such an encoding.
         acts_in_ffn: whether :meth:`feed` does anything; deformable encoders refuse such an encoding.
     """
 
     acts_in_attention = acts_in_ffn = False
 
     def forward(self, features: Sequence[Tensor], padding_masks: Sequence[Tensor]) -> list[Tensor] | None:
-        """The additive embedding for queries and keys of every encoder layer.
+        """Compute the embedding that is added to the queries and keys of every encoder layer.
 
         Args:
             features: maps of the levels, (B, C, H_l, W_l) float each.
             padding_masks: masks of the levels, (B, H_l, W_l) bool each, True = padded.
 
         Returns:
-            A map (B, C, H_l, W_l) per level in the features' dtype; or ``None``, which saves a product in every layer.
+            A map (B, C, H_l, W_l) per level in the features' dtype; or ``None`` to add nothing, which saves a matrix product in
+            every layer.
         """
         return None
 
@@ -128,7 +129,8 @@ class PositionEncoding(nn.Module):
         return hidden
 
     def acts_after(self, layer: int) -> bool:
-        """Whether :meth:`inject` does anything after a layer; -1 is before the first. Encoders that leave padding out ask this."""
+        """Whether :meth:`inject` does anything after this layer; -1 means before the first. Encoders that leave out padded tokens
+        call this."""
         return type(self).inject is not PositionEncoding.inject
 
     @property
@@ -144,10 +146,10 @@ class PositionEncoding(nn.Module):
 
 
 def require_one_level(level_shapes: Sequence[Size]) -> Size:
-    """The shape of the only level, for encodings that act inside layers.
+    """Return the shape of the only level, for encodings that act inside layers.
 
     Raises:
-        ValueError: more than one level; the cells of several levels have no common grid.
+        ValueError: more than one level, because the cells of several levels have no common grid.
     """
     if len(level_shapes) != 1:
         raise ValueError(f"an encoding inside layers needs one level, whose cells are one grid, got {len(level_shapes)}")
@@ -158,7 +160,8 @@ def channels_per_head(channels: int, num_heads: int, multiple: int = 1) -> int:
     """The channels per head, C / M.
 
     Raises:
-        ValueError: heads that do not divide the channels, or channels per head that are not a multiple of ``multiple``.
+        ValueError: a number of heads that does not divide the channels, or channels per head that are not a multiple of
+            ``multiple``.
     """
     if num_heads < 1 or channels % (num_heads * multiple):
         what = f"channels per head in multiples of {multiple}" if multiple > 1 else "heads that divide the channels"
@@ -192,7 +195,7 @@ def build_position(
         options: further keywords of the encoding's constructor.
 
     Raises:
-        UnknownNameError: a name that is not registered, or an option that this encoding does not have.
+        UnknownNameError: an unknown name, or an option that this encoding does not have.
         ValueError: options that the encoding rejects.
     """
     facts = dict(zip(FACTS, (channels, num_levels, num_layers, num_heads, ffn_channels), strict=True))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DETR's learned table of rows and columns."""
+"""DETR's learned encoding: a table of vectors for rows and one for columns."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,7 @@ class LearnedEncoding(PositionEncoding):
 
     Raises:
         ValueError: odd channels.
-        MapSizeError: in ``forward``, a map with a longer side.
+        MapSizeError: in ``forward``, a map with a side longer than the table.
 
     Source: facebookresearch/detr ``models/position_encoding.py``.
     """
@@ -42,7 +42,7 @@ class LearnedEncoding(PositionEncoding):
         size = self.row_embed.num_embeddings
         if height > size or width > size:
             raise MapSizeError(
-                f"a map of {height} x {width} tokens is beyond the learned table of {size} x {size}; "
+                f"a map of {height} x {width} tokens is larger than the learned table of {size} x {size}; "
                 "set MODEL.POSITION.TABLE_SIZE, use smaller images, or an encoding without a table (sine, peg)"
             )
         columns = self.col_embed.weight[:width].expand(height, -1, -1)

@@ -24,19 +24,20 @@ class PEGDetection(nn.Module):
         kernel_size: k, odd.
         norm: ``BN``, ``SyncBN``, ``GN`` or ``none``.
         mask_input: whether to zero the padded tokens before the convolution and leave them out of the norm's statistics, so that
-            an image's tokens do not depend on its padding. ``False``: as the authors compute it; padded tokens leak into their
-            neighbours and into the statistics, and only the outputs at padded tokens are restored.
-        zero_init: whether to multiply the branch by a scale per channel that starts at 0, so that a trained model starts
-            unchanged. The scale comes after the activation, because a zero before the ReLU would have no gradient.
-        plain: whether to use the form of CPVT's classifiers, with the norm ``none``, a bias in the convolution and no ReLU;
-            10 C weights.
+            an image's tokens do not depend on its padding. ``False`` computes what the authors' code does: padded tokens leak into
+            their neighbours and into the statistics, and only the outputs at padded tokens are restored.
+        zero_init: whether to multiply the branch by a learned scale per channel that starts at 0, so that a PEG added to a trained
+            model does not change its outputs at first. The scale comes after the activation, because a zero before the ReLU would
+            have no gradient.
+        plain: whether to use the form of CPVT's classifiers: a bias in the convolution and no ReLU, to be combined with the norm
+            ``none``; 10 C weights.
 
     Raises:
         ValueError: a kernel size that is not odd and positive, or fewer than one channel.
         UnknownNameError: an unknown norm.
 
     Source: arXiv 2102.10882, appendix (PEG for detection) and algorithm 1 (plain). The initial values of the plain form are not
-    published, so they are torch's.
+    published, so torch's defaults are used.
     """
 
     def __init__(
@@ -52,7 +53,9 @@ class PEGDetection(nn.Module):
         if channels < 1:
             raise ValueError(f"channels must be at least 1, got {channels}")
         if kernel_size < 1 or kernel_size % 2 == 0:
-            raise ValueError(f"kernel_size must be odd and at least 1, so that a token has a centre; got {kernel_size}")
+            raise ValueError(
+                f"kernel_size must be odd and at least 1, so that the kernel can be centred on a token; got {kernel_size}"
+            )
         self.mask_input, self.plain = mask_input, plain
         self.conv = nn.Conv2d(channels, channels, kernel_size, padding=kernel_size // 2, groups=channels, bias=plain)
         self.norm = make_norm(norm, channels)
@@ -121,7 +124,7 @@ class PEGDetection(nn.Module):
         return self.conv
 
     def fold(self) -> "PEGDetection":
-        """Merge the norm into the convolution, in place, for inference; outputs change by rounding only.
+        """Merge the norm into the convolution, in place, for inference; outputs change only by rounding.
 
         Returns:
             This module, without a norm and with a bias in its convolution.
@@ -144,7 +147,7 @@ class PEGDetection(nn.Module):
 
 
 def encode_levels(pegs: Sequence[PEGDetection], tokens: Tensor, padding_mask: Tensor, level_shapes: Sequence[Size]) -> Tensor:
-    """Add the encoding of one PEG for all levels, or of one per level; arguments as in :meth:`PEGDetection.forward`.
+    """Add the encoding of a single PEG for all levels, or of one PEG per level; arguments as in :meth:`PEGDetection.forward`.
 
     Raises:
         ValueError: a number of PEGs other than one or the number of levels.
@@ -157,7 +160,7 @@ def encode_levels(pegs: Sequence[PEGDetection], tokens: Tensor, padding_mask: Te
 
 
 class PEGEncoding(PositionEncoding):
-    """:class:`PEGDetection` after chosen encoder layers, alone or with an encoding that is additive or acts inside layers.
+    """:class:`PEGDetection` after chosen encoder layers, alone or together with an encoding that is additive or acts inside layers.
 
     Args:
         channels: C.
@@ -166,12 +169,13 @@ class PEGEncoding(PositionEncoding):
         additive: function that builds the other encoding from the channels; ``None``: no other encoding.
         peg: function that builds one PEG from the channels and the last four arguments: :class:`PEGDetection` or one of
             ``studies/ablations.py``.
-        positions: the layers after which a PEG acts; -1 is before the first. 0, the default, is CPVT's choice.
-        share_levels: whether all levels at a position share one PEG, whose norm covers all of them, instead of one per level.
+        positions: the layers after which a PEG acts; -1 means before the first layer. The default, 0, is CPVT's choice.
+        share_levels: whether all levels share one PEG at each position, with a norm over all of them, instead of having a PEG each.
         kernel_size: side of the convolution's kernel, odd.
         norm: norm after the convolution: BN, SyncBN, GN or none.
-        mask_input: whether to keep padded tokens out of convolution and statistics; ``False``: as in the authors' code.
-        zero_init: whether to start as the identity, to fine-tune trained weights.
+        mask_input: whether to keep padded tokens out of the convolution and the norm's statistics; ``False`` includes them, as the
+            authors' code does.
+        zero_init: whether to start as the identity, so that the encoding can be added to a trained model.
 
     Raises:
         ValueError: positions outside [-1, ``num_layers`` - 1], repeated positions, or no position.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A depthwise convolution inside the feed-forward network of every layer: PEG's idea where GTR applies it."""
+"""A depthwise convolution inside the feed-forward network of every layer, which is where GTR applies the idea of PEG."""
 
 from collections.abc import Sequence
 
@@ -14,13 +14,13 @@ from cpvt_det.position.encoding import PositionEncoding, register_position, requ
 class FeedForwardPEGEncoding(PositionEncoding):
     """A 3x3 depthwise convolution with zero padding and a bias, on the network's inner channels, before its activation.
 
-    Padded tokens are zeroed first, so that they look like the border.
+    Padded tokens are zeroed first, so that they look like the convolution's own zero padding.
 
     Args:
         num_layers: number of encoder layers; each has a convolution.
         ffn_channels: F.
         kernel_size: side of the convolution's kernel, odd.
-        zero_init: whether to start as the identity, to fine-tune trained weights.
+        zero_init: whether to start as the identity, so that the encoding can be added to a trained model.
 
     Raises:
         ValueError: a kernel size that is not odd and positive, or in ``feed`` more than one level.
@@ -37,7 +37,9 @@ class FeedForwardPEGEncoding(PositionEncoding):
     ):
         super().__init__()
         if kernel_size < 1 or kernel_size % 2 == 0:
-            raise ValueError(f"kernel_size must be odd and at least 1, so that a token has a centre; got {kernel_size}")
+            raise ValueError(
+                f"kernel_size must be odd and at least 1, so that the kernel can be centred on a token; got {kernel_size}"
+            )
         self.pegs = nn.ModuleList(
             nn.Conv2d(ffn_channels, ffn_channels, kernel_size, padding=kernel_size // 2, groups=ffn_channels)
             for _ in range(num_layers)

@@ -12,7 +12,7 @@ from cpvt_det.position.encoding import PositionEncoding, channels_per_head, regi
 
 @register_position("relative")
 class RelativeEncoding(PositionEncoding):
-    """Each query is compared with a key plus two learned vectors, one for the offset of their rows, one for that of their columns.
+    """Compares each query with a key plus two learned vectors: one for the offset between their rows, one for that between columns.
 
     The product is ``q . (k + rows[dy] + columns[dx])``, scaled as usual. The heads of a layer share its tables.
 
@@ -23,7 +23,7 @@ class RelativeEncoding(PositionEncoding):
         range: K; offsets are clipped to the range from -K to K.
 
     Raises:
-        ValueError: heads that do not divide the channels, or a range below 1.
+        ValueError: a number of heads that does not divide the channels, or a range below 1.
 
     Source: arXiv 1803.02155, equation 4 (keys only; nothing is added to the values), on two axes as in arXiv 1904.09925.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary positions: queries and keys are rotated by angles that grow with row and column, so that products depend on offsets."""
+"""Rotary positions: queries and keys are rotated by angles that grow with row and column, so their products depend on offsets."""
 
 import math
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ class RotaryEncoding(PositionEncoding):
         return _turn(queries, sine, cosine), _turn(keys, sine, cosine), None
 
     def angles(self, y: Tensor, x: Tensor, layer: int) -> Tensor:
-        """Angles in radians.
+        """Compute the rotation angles in radians.
 
         Args:
             y, x: (H,) and (W,) float, rows and columns counted from 0.
@@ -42,7 +42,7 @@ class RotaryEncoding(PositionEncoding):
 
 @register_position("rope")
 class AxialRotaryEncoding(RotaryEncoding):
-    """Rotates the first half of a head's channels by the row, and the second by the column, each with falling frequencies.
+    """Rotates the first half of a head's channels by the row, and the second by the column, each with decreasing frequencies.
 
     Args:
         channels: C.
@@ -71,7 +71,7 @@ class AxialRotaryEncoding(RotaryEncoding):
 
 @register_position("rope_mixed")
 class MixedRotaryEncoding(RotaryEncoding):
-    """Every pair of channels has its own learned direction along which its angle grows, per layer and head.
+    """Gives every pair of channels in each layer and head its own learned direction, along which its angle grows.
 
     Args:
         channels: C.
@@ -100,7 +100,7 @@ class MixedRotaryEncoding(RotaryEncoding):
 
 
 def _turn(x: Tensor, sine: Tensor, cosine: Tensor) -> Tensor:
-    """(B, M, N, C / M) with each pair of channels rotated by its angle, from (..., N, C / 2 M)."""
+    """Rotate each pair of channels of (B, M, N, C / M) by its angle, whose sine and cosine are in (..., N, C / 2 M)."""
     first, second = x[..., 0::2], x[..., 1::2]
     turned = torch.stack((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
     return turned.flatten(-2).to(x.dtype)

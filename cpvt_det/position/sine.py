@@ -22,8 +22,8 @@ class SineEncoding(PositionEncoding):
         channels: C, a multiple of 4; the first half encodes the row, the second the column.
         offset: number added to the cell index, which counts from 1: 0 in DETR, -0.5 in Deformable-DETR.
         temperature: ratio of the longest wavelength to the shortest, in the limit of many channels.
-        normalize: whether to scale angles so that the valid part of the map spans a full turn; ``False``: a cell spans one radian,
-            whatever the image's size.
+        normalize: whether to scale angles so that the valid part of the map spans a full turn; ``False`` makes each cell span one
+            radian, whatever the image's size.
 
     Raises:
         ValueError: channels that are not a multiple of 4, or a temperature that is not above 0.

@@ -11,18 +11,18 @@ from cpvt_det.layers.heads import without_autocast
 from cpvt_det.position.encoding import PositionEncoding, register_position
 
 CUBIC, CUBIC_ANTIALIASED = -0.75, -0.5
-"""The constant of torch's bicubic interpolation, without and with ``antialias``."""
+"""The constant in the kernel of torch's bicubic interpolation, without and with ``antialias``."""
 
 
 @register_position("table")
 class TableEncoding(PositionEncoding):
-    """A learned vector for each cell of a grid, stretched over the valid part of each image, independent of the canvas.
+    """A learned vector for each cell of a grid, which is stretched over the valid part of each image, whatever its canvas.
 
     Args:
         channels: C.
         grid: (height, width) of the table; an image with exactly this grid gets the table itself, bit for bit.
-        antialias: whether to interpolate like torch's bicubic interpolation with ``antialias=True``, as timm does; ``False``:
-            without it, as in DeiT's fine-tuning. The two also differ when the table is enlarged.
+        antialias: whether to interpolate like torch's bicubic interpolation with ``antialias=True``, as timm does; ``False``
+            interpolates without it, as in DeiT's fine-tuning. The results also differ when the table is enlarged.
 
     Raises:
         ValueError: a grid without cells.
@@ -55,12 +55,12 @@ class TableEncoding(PositionEncoding):
 
 
 def interpolate(table: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """Interpolate a table (C, I, J) with weights of its entries, (B, H, I) for rows and (B, W, J) for columns; (B, C, H, W)."""
+    """Interpolate a table (C, I, J) to (B, C, H, W), with weights (B, H, I) for its rows and (B, W, J) for its columns."""
     return rows[:, None] @ (table @ columns.mT[:, None])
 
 
 def cubic_weights(extents: Tensor, side: int, size: int, dtype: torch.dtype, antialias: bool = False) -> Tensor:
-    """Bicubic interpolation along one axis as one matrix per image, so that it becomes a product without a loop over images.
+    """Express bicubic interpolation along one axis as a matrix per image, so that no loop over images is needed.
 
     Args:
         extents: (B,) int, number of valid cells along the axis.
@@ -87,7 +87,7 @@ def cubic_weights(extents: Tensor, side: int, size: int, dtype: torch.dtype, ant
 
 
 def _cubic(x: Tensor, a: float) -> Tensor:
-    """The kernel of cubic convolution (Keys 1981) for distances in entries."""
+    """The kernel of cubic convolution (Keys 1981), for distances measured in entries of the table."""
     x = x.abs()
     near = ((a + 2) * x - (a + 3)) * x * x + 1
     far = ((x - 5) * x + 8) * x * a - 4 * a

@@ -26,7 +26,7 @@ class ImageClasses:
     """The classes of one image.
 
     Attributes:
-        scores: (K,) float32 in [0, 1] with the sum 1, in the order of ``classes``.
+        scores: (K,) float32 in [0, 1], in the order of ``classes``; they sum to 1.
         classes: ids and names of the classes.
     """
 

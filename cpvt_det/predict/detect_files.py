@@ -37,8 +37,8 @@ class Found:
         detections: number of detections that passed the threshold.
         best: highest score of all detections; ``None`` if there are none.
         best_name: class of the detection with this score, and name of its image.
-        full: names of images in which every detection passed the threshold, so some objects may have been cut off.
-        limit: number of detections in the first of these images.
+        full: names of images in which every detection that is kept passed the threshold, so that more objects may have been found.
+        limit: number of detections in the first image of ``full``.
     """
 
     images: int = 0
@@ -109,7 +109,8 @@ def predict_files(
     predictor: Predictor, files: Sequence[InputFile], output: Path, threshold: float, batch_size: int, on_bad: str
 ) -> Found:
     """Detect objects in files. Write ``pictures/``, ``detections.json`` (COCO's results), ``images.json`` (a COCO data set without
-    annotations) and ``coco.json`` (the same with the detections as annotations, to view and correct in other programs).
+    annotations) and ``coco.json`` (the same with the detections as annotations, for viewing and correcting them in other
+    programs).
 
     Args:
         predictor: predictor of a trained model.
@@ -160,8 +161,8 @@ def predict_film(
         output: folder to write to; created if missing.
         threshold: lowest score to draw and write.
         batch_size: number of frames per batch.
-        track: whether to give objects ids across frames (:class:`cpvt_det.predict.films.Tracks`), as ``track`` of a detection and
-            in the film.
+        track: whether to give objects ids across frames (:class:`cpvt_det.predict.films.Tracks`); they are written as ``track`` of
+            a detection and drawn in the film.
 
     Returns:
         The numbers of frames and detections, and the best score.

@@ -23,7 +23,7 @@ CAMERAS = {"linux": ("v4l2", "/dev/video{}"), "darwin": ("avfoundation", "{}:non
 """Operating system -> the format and the name with which ffmpeg opens a camera by its number."""
 MILLISECOND = Fraction(1, 1000)
 SECONDS = 10.0
-"""Time within which an address must answer, at the start and between two frames."""
+"""Seconds within which an address must answer, at the start and between two frames."""
 
 
 class Frame(NamedTuple):
@@ -76,7 +76,7 @@ class FilmReader:
         if not streams:
             kinds = " and ".join(sorted({stream.type for stream in self._container.streams})) or "nothing that can be decoded"
             self.close()
-            raise DataError(f"{self.source} has no pictures, only {kinds}")
+            raise DataError(f"{self.source} contains no video, only {kinds}")
         self._stream = streams[0]
         self._stream.thread_type = "AUTO"
         rate = float(self._stream.average_rate or self._stream.guessed_rate or 25)
@@ -102,7 +102,8 @@ class FilmReader:
             if number < 0:
                 raise DataError(f"{self.source}: no frame can be decoded ({first_line(error)})") from error
             raise RunStoppedError(
-                f"{self.source} breaks off after frame {number}, at {last:.1f} s ({first_line(error)}); what was found so far stays"
+                f"{self.source} breaks off after frame {number}, at {last:.1f} s ({first_line(error)}); what was found so far is "
+                "kept"
             ) from error
         finally:
             self.close()
@@ -124,7 +125,7 @@ def _open(source: str) -> Any:
     elif is_camera(source):
         if sys.platform not in CAMERAS:
             raise BadInputError(
-                f"camera {source}: a camera is opened by its number on Linux and macOS; give the address of a stream"
+                f"camera {source}: a camera can be opened by its number only on Linux and macOS; give the address of a stream"
             )
         options["format"], pattern = CAMERAS[sys.platform]
         name = pattern.format(source)
@@ -148,13 +149,13 @@ def _av() -> Any:
 
 
 def _upright(frame: Any) -> Tensor:
-    """A frame's pixels, rotated as its film specifies, because phones record films on their side."""
+    """A frame's pixels, rotated as the film specifies, because phones may store films on their side."""
     pixels = np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90))
     return torch.from_numpy(pixels.transpose(2, 0, 1).copy())  # (H, W, 3) -> (3, H, W)
 
 
 class FilmWriter:
-    """A writer of pictures with their times to an MP4 file; the part that is already written can always be played.
+    """A writer of pictures with their times to an MP4 file; what has been written so far can always be played.
 
     Args:
         path: path of the file.
@@ -208,7 +209,7 @@ class Tracks:
         threshold: lowest score at which a new object gets an id; detections with lower scores only continue existing tracks.
 
     Raises:
-        BadInputError: the package is not installed.
+        BadInputError: the package ``trackers`` is not installed.
 
     Source: ByteTrack (arXiv 2110.06864), with the defaults of ``trackers``.
     """

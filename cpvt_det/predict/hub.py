@@ -113,7 +113,7 @@ def push(
     Args:
         repo_id, license, picture, private, token, branch, options: as in ``push_to_hub``.
         save: function that writes the model folder.
-        config: config of the model as YAML; paths on this machine are removed before it is uploaded.
+        config: config of the model as YAML; local paths are removed before it is uploaded.
         classes: classes of the model.
         thresholds: score thresholds of the model, if they are known.
         checkpoint: file that the model was loaded from, for the facts about its run.
@@ -135,7 +135,7 @@ def push(
 
 
 def without_places(cfg: CfgNode) -> CfgNode:
-    """A config without the folders, files and addresses of the machine that it was used on. Names of weights stay."""
+    """A copy of a config without local paths, data addresses or callbacks. Names of weights stay, except ``MODEL.WEIGHTS``."""
     cfg, default = cfg.clone(), get_cfg()
     cfg.OUTPUT_DIR, cfg.DATASETS.REGISTER, cfg.MODEL.WEIGHTS = default.OUTPUT_DIR, [], ""
     cfg.MODEL.WEIGHTS_SHA256 = ""

@@ -57,7 +57,7 @@ def _read_array(array: np.ndarray, channels: str | None) -> Tensor:
     if array.shape[2] == 1:
         array = array.repeat(3, axis=2)
     elif channels is None:
-        raise DataError("an array does not contain the order of its channels: pass channels='rgb', or 'bgr' for images from OpenCV")
+        raise DataError("an array does not tell the order of its channels: pass channels='rgb', or 'bgr' for images from OpenCV")
     array = array[:, :, 2::-1] if channels == "bgr" else array[:, :, :3]
     if array.dtype == np.uint16:
         array = (array >> 8).astype(np.uint8)

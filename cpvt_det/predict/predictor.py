@@ -85,9 +85,9 @@ class Predictor:
         config_file: str = "",
         overrides: Sequence[str] = (),
     ) -> "Predictor":
-        """Load a checkpoint of a run (``model_best.pth``) or a model folder, which contain config, classes and image sizes. Weights
-        of other projects, whose config follows from their names and shapes, and files of ``cpvt-det export``, ONNX or OpenVINO, are
-        also accepted.
+        """Load a checkpoint of a run (``model_best.pth``) or a model folder, which contain config, classes and image sizes.
+        Weights of other projects, whose config is derived from their names and shapes, and files of ``cpvt-det export``, ONNX or
+        OpenVINO, are also accepted.
 
         Args:
             path: path of the file or folder, or a name that ``cpvt-det weights`` lists. If the run had ``SOLVER.EMA``, the averaged
@@ -97,7 +97,7 @@ class Predictor:
             overrides: KEY VALUE words, as on the command line: ``["INPUT.MIN_SIZE_TEST", "480"]``.
 
         Raises:
-            WeightsError: weights that cannot be read, without config or classes, or for only a part of the model.
+            WeightsError: weights that cannot be read, contain no config or no classes, or lack a part of the model.
             ConfigError: keys that cannot be used, or a device that does not exist.
         """
         predictor = cls.from_trained(load_model(path, device, config_file, overrides))
@@ -114,7 +114,7 @@ class Predictor:
         if isinstance(trained.detector, Classifier):
             name = trained.cfg.MODEL.META_ARCHITECTURE
             raise ConfigError(
-                f"MODEL.META_ARCHITECTURE {name!r} is not a detector; for its classes: cpvt-det predict, or ClassPredictor"
+                f"MODEL.META_ARCHITECTURE {name!r} is not a detector; to classify images, use cpvt-det predict or ClassPredictor"
             )
         parts = build_postprocessor(trained.cfg), build_test_mapper(trained.cfg)
         more = trained.classes, trained.cfg.dump(), trained.thresholds, build_tiling(trained.cfg)
@@ -143,7 +143,7 @@ class Predictor:
 
     @property
     def threshold(self) -> float:
-        """The score threshold of the highest F1 in the last evaluation; 0.5 if the weights contain none."""
+        """The score threshold with the highest F1 in the last evaluation; 0.5 if the weights contain none."""
         return DEFAULT_THRESHOLD if self.thresholds is None or self.thresholds.overall is None else self.thresholds.overall
 
     @overload
@@ -161,7 +161,7 @@ class Predictor:
     ) -> ImageDetections: ...
 
     def __call__(self, images, channels=None, batch_size=1, tiles=None):
-        """Detect.
+        """Detect objects.
 
         Args:
             images: a path, a PIL image, an array or a tensor, as :func:`cpvt_det.predict.inputs.read_input` takes them; or a list
@@ -175,8 +175,8 @@ class Predictor:
             The detections of the image, at most ``TEST.DETECTIONS_PER_IMAGE``; for a list of images, a list of these.
 
         Raises:
-            DataError: something that is not an image; the message contains its index in the list.
-            ValueError: a batch of less than one image, or impossible tiles.
+            DataError: an input that is not an image; the message contains its index in the list.
+            ValueError: a batch of less than one image, or tiles of an impossible size or overlap.
         """
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
@@ -208,8 +208,8 @@ class Predictor:
             Number, time and detections of each frame; the detections are the same as for the frame as a single image.
 
         Raises:
-            BadInputError, DataError, RunStoppedError: as for :class:`cpvt_det.predict.films.FilmReader`; for a film that breaks
-                off, after its last frame.
+            BadInputError, DataError, RunStoppedError: as for :class:`cpvt_det.predict.films.FilmReader`; if a film breaks off, the
+                error is raised after its last frame.
         """
         reader, part = source if isinstance(source, FilmReader) else FilmReader(source, every), []
         failure = None
@@ -227,7 +227,7 @@ class Predictor:
             raise failure
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write a model folder, which :meth:`from_checkpoint` and ``MODEL.WEIGHTS`` take.
+        """Write a model folder, which :meth:`from_checkpoint` and ``MODEL.WEIGHTS`` accept.
 
         Raises:
             WeightsError: a folder that cannot be created or written to, or an exported program, which has no weights to write.
@@ -242,7 +242,7 @@ class Predictor:
 
         The card lists the classes and explains how to use and train the model. If the model was loaded from a checkpoint in the
         folder of its run, the card also has the number of training images, the figures of the evaluation at its iteration, and a
-        picture. Paths on this machine are removed from the config, and so are its callbacks.
+        picture. Local paths and callbacks are removed from the config.
 
         Args:
             repo_id: name of the repository, ``user/name``; it is created if it does not exist.
@@ -291,5 +291,6 @@ def _read(image: ImageInput, channels: str | None, index: int) -> torch.Tensor:
 
 
 def _source(image: ImageInput, pixels: torch.Tensor) -> str | torch.Tensor:
-    """The source for drawing the image later; for a file it is the path, because pixels of a long list would fill the memory."""
+    """The source for drawing the image later; for a file it is the path, because the pixels of many images would fill the
+    memory."""
     return os.path.expanduser(image) if isinstance(image, str | os.PathLike) else pixels

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trained model behind the page: for an image file, it returns detections and the places where the decoder looked for each."""
+"""A trained model behind the page. For an image file, it returns the detections and, for each, where the decoder looked."""
 
 import hashlib
 import threading
@@ -91,8 +91,8 @@ class ServedModel:
         Returns:
             For deformable attention, ``kind`` is "points". The result has the ``strides`` of the levels, and each of ``layers`` has
             the ``reference`` (x, y, or centre and size) and ``points`` (x, y, weight, level), whose weights sum to 1. For dense
-            attention, ``kind`` is "heat". Each of ``layers`` has ``rows``, the mean over heads of each cell in multiples of even
-            attention, and the lower right ``corner`` of the cells.
+            attention, ``kind`` is "heat". Each of ``layers`` has ``rows``, the attention of each cell, averaged over heads, in
+            multiples of uniform attention, and the lower right ``corner`` of the cells.
 
         Raises:
             BadInputError: a query that the detector does not have.

@@ -2,8 +2,8 @@
 """The page and its two requests, ``/detect`` and ``/look``, over HTTP. Nothing is written, and no file is ever opened.
 
 Every request contains the bytes of its image, so the server stores no images. Pages of other sites cannot use it: requests from
-another origin are refused, and so are requests to a host name that was not allowed. A site can make its own name point to this
-machine (DNS rebinding), but not an address or ``localhost``.
+another origin are refused, and so are requests to a host name that was not allowed. The name is checked because a site can make
+its own name resolve to this machine (DNS rebinding); IP addresses and ``localhost`` are safe from this.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from cpvt_det.visualize.page import build_page, hex_color
 logger = logging.getLogger("cpvt_det")
 MEGABYTE = 1_000_000
 MOST_DIGITS = 18
-"""Length of the longest number that is read, because Python refuses thousands of digits with its own error."""
+"""Largest number of digits that is read as a number, because Python raises an error of its own for thousands of digits."""
 MOST_LEVELS = 8
 """Number of feature levels with their own colour, the same as in ``cpvt-det show attention``."""
 
@@ -36,7 +36,7 @@ class RefusedError(Exception):
 
     Args:
         status: HTTP status.
-        message: reason, and what to do.
+        message: the reason, and what to do about it.
     """
 
     def __init__(self, status: int, message: str):
@@ -73,11 +73,12 @@ class PageServer(ThreadingHTTPServer):
         try:
             super().__init__((host, port), Handler)
         except (OSError, OverflowError) as error:
-            raise BadInputError(f"cannot listen on {host}:{port}: {first_line(error)}; --port 0 takes a free port") from error
+            raise BadInputError(f"cannot listen on {host}:{port}: {first_line(error)}; --port 0 picks a free port") from error
         self.is_local = ipaddress.ip_address(self.server_address[0]).is_loopback
 
     def server_bind(self) -> None:
-        """Bind without the look-up of the machine's full name in :class:`http.server.HTTPServer`, which may take seconds."""
+        """Bind without looking up the machine's full name, as :class:`http.server.HTTPServer` does, because this may take
+        seconds."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = self.server_address[:2]
 
@@ -133,13 +134,13 @@ class Handler(BaseHTTPRequestHandler):
 
     def _get(self) -> None:
         if urlsplit(self.path).path != "/":
-            raise RefusedError(404, "there is only the page /")
+            raise RefusedError(404, "the only page is /")
         self._send_bytes(200, "text/html; charset=utf-8", self.server.page)
 
     def _post(self) -> None:
         parts = urlsplit(self.path)
         if parts.path not in ("/detect", "/look"):
-            raise RefusedError(404, "there are only /detect and /look")
+            raise RefusedError(404, "the only requests are /detect and /look")
         length, asked = self._check_body(), parse_qs(parts.query)
         model = self.server.models[_number(asked, "model", len(self.server.models))]
         name, content = asked.get("name", ["the image"])[0], self.rfile.read(length)
@@ -154,9 +155,9 @@ class Handler(BaseHTTPRequestHandler):
         """Refuse scripts of other sites, which can reach this machine through the user's browser."""
         host, origin = _host_of(f"//{self.headers.get('Host', '')}"), self.headers.get("Origin")
         if not self.server.knows(host):
-            raise RefusedError(403, f"the host {host!r} is not known here; cpvt-det serve --allow-host takes names")
+            raise RefusedError(403, f"the host {host!r} is not allowed here; cpvt-det serve --allow-host adds host names")
         if origin is not None and _host_of(origin) not in {host, *self.server.names}:
-            raise RefusedError(403, "requests of other sites are refused")
+            raise RefusedError(403, "requests from other sites are refused")
 
     def _check_body(self) -> int:
         length = _whole(self.headers.get("Content-Length", ""))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find steps whose loss or gradient is not finite, on the device; skip, count and log them with their images."""
+"""Detect, on the device, steps whose loss or gradient is not finite; skip them, count them, and log them with their images."""
 
 import logging
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ class _Step:
     """A checked step that is not yet in the log.
 
     Attributes:
-        iteration: number of its iteration.
+        iteration: number of the iteration.
         images: ids of this process's images.
         finite: (len(images),) bool, whether each image's predictions were finite.
         bad: () bool, whether the step is skipped; the same in all processes.
@@ -37,10 +37,11 @@ class NonFiniteGuard:
     """A guard that checks steps and counts the bad ones.
 
     A step is checked on the device. The host does not wait for the result, but reads it in :meth:`report`. After ``limit`` bad
-    steps in a row all following steps are bad too, so that no weights change until the host reads the result and ends the run.
+    steps in a row, all following steps count as bad too, so that no weights change until the host reads the result and ends the
+    run.
 
     Args:
-        limit: number of bad steps in a row that end a run.
+        limit: number of bad steps in a row after which a run ends.
         device: device of the model.
 
     Attributes:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Additions to a classifier's training step: Mixup and CutMix on the batch, and a teacher.
+"""What a classifier's training step adds: Mixup and CutMix on the batch, and a teacher.
 
 Their random numbers come from torch's random state, which the step sets from seed, iteration and process before it calls the model.
 """
@@ -20,12 +20,13 @@ Teacher = Callable[[Tensor], Tensor]
 
 
 class BatchMixing:
-    """Mixup or CutMix; if both are on, each gets half of the batches. An image is mixed with a random other one, because neighbours
-    in a batch may be copies of the same image (``INPUT.CLASSIFY.REPEATS``).
+    """Mixup or CutMix; if both are on, each gets half of the batches. An image is mixed with a randomly chosen one instead of its
+    neighbour in the batch, which may be a copy of the same image (``INPUT.CLASSIFY.REPEATS``).
 
     Args:
         num_classes: K.
-        mixup, cutmix: parameter of the Beta distribution from which the share of an image is drawn; 0 switches the method off.
+        mixup, cutmix: parameter of the Beta distribution from which an image's share in the mixture is drawn; 0 switches the method
+            off.
 
     Raises:
         ValueError: a negative parameter.
@@ -43,14 +44,13 @@ class BatchMixing:
         self._mix = v2.RandomChoice(kinds) if kinds else None
 
     def __call__(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Mix.
-
+        """Mix the images of a batch.
         Args:
             images: (B, 3, h, w) float, of one size, without padding.
             labels: (B,) int64.
 
         Returns:
-            The mixed images, in a different order, and the shares of the classes in them, (B, K) float.
+            The mixed images, in a different order, and the share of each class in each of them, (B, K) float.
         """
         if self._mix is None or len(images) < 2:
             return images, F.one_hot(labels, self.num_classes).to(images.dtype)
@@ -90,5 +90,5 @@ class ClassTrainingModel(nn.Module):
         return self.criterion(predictions.logits, shares, taught, normalizers)
 
     def normalizers(self, samples: Sequence[Sample]) -> int:
-        """The divisor of a whole step, for calls of :meth:`forward` with a part of the step's samples."""
+        """The divisor of the loss of a whole step, for calls of :meth:`forward` with only a part of the step's samples."""
         return len(samples)

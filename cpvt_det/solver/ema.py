@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An exponential moving average of the weights, which evaluates better than the weights of the last step."""
+"""An exponential moving average of the weights, which scores better in evaluation than the weights of the last step."""
 
 import torch
 from torch import Tensor, nn

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that a step fits into memory. On the CPU they run before the step, because the system kills a process that needs too much
-memory without a message.
+"""Checks that a step fits into memory. On the CPU they run before the step, because there the system kills a process that needs too
+much memory, and gives no message.
 
 One image of the first batch is passed through the detector, on the canvas of its batch, and the memory that autograd keeps for it
-is counted. All images of a part of the batch are in memory at the same time, so this number times the images is a lower bound for
-the step. Temporary outputs, gradients, the optimiser and operators' work space need more. Queries that only training uses are
+is measured. All images of a part of the batch are in memory at the same time, so this memory times their number is a lower bound
+for the step. Temporary outputs, gradients, the optimiser and operators' work space come on top of it. Training-only queries are
 counted first, because their attention mask alone may exceed the memory.
 """
 
@@ -26,20 +26,21 @@ from cpvt_det.models.denoising import ContrastiveDenoising
 
 logger = logging.getLogger("cpvt_det")
 LARGE = 4_000
-"""Available bytes per pixel of a batch above which a step is not checked; detectors of this package need less."""
+"""If at least this many bytes are available per pixel of a batch, the step is not checked; this package's detectors need fewer."""
 LARGE_SQUARE = 1_000
-"""The same number per pair of queries in the decoder's self-attention; with denoising there may be thousands of queries."""
+"""The same limit per pair of queries in the decoder's self-attention; with denoising there may be thousands of queries."""
 CERTAIN = 1.1
-"""A step is refused if its lower bound exceeds the available memory times this factor; images may differ in their need."""
+"""A step is refused if its lower bound exceeds the available memory times this factor, which allows for images that need less."""
 LIKELY = 1.5
-"""Factor on the lower bound: if the product exceeds the available memory, a warning is given; advised parts stay below it."""
+"""A warning is logged if the lower bound times this factor exceeds the available memory. The ``SOLVER.ACCUMULATE`` that the message
+suggests keeps the product below it."""
 SMALLER = "set smaller INPUT.MIN_SIZE_TRAIN and MAX_SIZE_TRAIN, or MODEL.CHECKPOINTING True"
-HARDLY_LESS = f"one image at a time is hardly less: {SMALLER}"
+HARDLY_LESS = f"even one image at a time hardly needs less: {SMALLER}"
 
 
 @contextlib.contextmanager
 def out_of_memory_explained(images: int, parts: int) -> Iterator[None]:
-    """Within the block, turn an out-of-memory error of the GPU into an error that names the setting that helps.
+    """Within the block, turn an out-of-memory error of the GPU into an error that names the setting to change.
 
     Args:
         images: number of samples of this process in the step.
@@ -52,7 +53,7 @@ def out_of_memory_explained(images: int, parts: int) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         more = min(images, 2 * parts)
-        way_out = f"set SOLVER.ACCUMULATE {more}, which takes the step in {more} parts" if more > parts else SMALLER
+        way_out = f"set SOLVER.ACCUMULATE {more}, which splits the step into {more} parts" if more > parts else SMALLER
         raise ConfigError(
             f"the step of {images} images does not fit into the memory of the GPU ({first_line(error)}); {way_out}; a run that "
             "has begun continues with --resume"
@@ -69,7 +70,8 @@ def require_memory(detector: nn.Module, part: Sequence[Sample], count: int, amp_
         amp_dtype: dtype of autocast; ``None`` for full precision.
 
     Raises:
-        ConfigError: a step that needs more memory than available; the message gives the ``SOLVER.ACCUMULATE`` that helps.
+        ConfigError: a step that needs more memory than is available; the message suggests a value of ``SOLVER.ACCUMULATE``, or what
+            else to change.
     """
     available = memory.available()
     if not isinstance(detector, ImageModel) or detector.pixel_mean.device.type != "cpu" or available is None:
@@ -95,14 +97,15 @@ def require_memory(detector: nn.Module, part: Sequence[Sample], count: int, amp_
 
 
 def _require_images(detector: ImageModel, part: Sequence[Sample], count: int, available: int) -> None:
-    """Refuse images that do not fit even before anything is computed from them."""
+    """Refuse images that by themselves, before anything is computed from them, do not fit."""
     height, width = (max(sample["image"].shape[axis] for sample in part) for axis in (1, 2))
     taken = len(part) * 3 * height * width * detector.pixel_mean.element_size()
     if distributed.all_reduce_max(int(taken > available)):
-        fewer = f"set a smaller SOLVER.IMS_PER_BATCH, or SOLVER.ACCUMULATE {count}, which takes one image at a time"
+        fewer = f"set a smaller SOLVER.IMS_PER_BATCH, or SOLVER.ACCUMULATE {count}, which processes one image at a time"
         raise ConfigError(
             f"the first step does not fit into memory: {counted(len(part), 'image')} on a canvas of {height} x {width} pixels "
-            f"take {taken / 1e9:.3g} GB before anything is computed, and {available / 1e9:.3g} GB are available for each process; "
+            f"take {taken / 1e9:.3g} GB before anything is computed, but only {available / 1e9:.3g} GB are available for each "
+            "process; "
             f"{fewer if taken / len(part) <= available and len(part) > 1 else SMALLER}"
         )
 
@@ -128,23 +131,24 @@ def _require_attention_mask(detector: ImageModel, targets: Sequence[Targets | No
             keys.insert(0, f"MODEL.QUERIES.DENOISING {denoising.pairs} {made}")
         raise ConfigError(
             f"{' and '.join(keys)}, and their attention mask alone needs {need / 1e9:.3g} GB of the {available / 1e9:.3g} GB of "
-            "memory for each process; set fewer, or 0 where images have that many objects"
+            "memory for each process; set a lower number, or 0 if images have that many objects"
         )
     return squared
 
 
 def _judge(each: int, images: int, count: int, available: int, size: str, has_many_queries: bool = False) -> None:
-    """Refuse, warn about, or accept ``images`` images at once that need ``each`` bytes each, perhaps for training-only queries."""
+    """Refuse, warn about, or accept ``images`` images at once, each of which needs ``each`` bytes; ``has_many_queries`` means that
+    most queries are for training only."""
     need = each * images
     if need * LIKELY <= available:
         return
     fitting = [parts for parts in range(1, count + 1) if -(-count // parts) * each * LIKELY <= available]
-    way_out = f"set SOLVER.ACCUMULATE {fitting[0]}, which takes the step in {fitting[0]} parts" if fitting else HARDLY_LESS
+    way_out = f"set SOLVER.ACCUMULATE {fitting[0]}, which splits the step into {fitting[0]} parts" if fitting else HARDLY_LESS
     if has_many_queries:
         way_out += "; most queries are for training only: a smaller MODEL.QUERIES.DENOISING or HYBRID makes fewer"
     told = (
         f"{size} keep {need / 1e9:.3g} GB for the backward pass (measured on one of them), "
-        f"and {available / 1e9:.3g} GB of memory are available"
+        f"but only {available / 1e9:.3g} GB of memory are available"
     )
     if need > CERTAIN * available:
         raise ConfigError(f"the first step does not fit into memory: {told}; {way_out}")
@@ -152,8 +156,7 @@ def _judge(each: int, images: int, count: int, available: int, size: str, has_ma
 
 
 def kept_bytes(function: Callable[..., Any], *args: Any) -> int:
-    """The number of bytes that autograd stores for the backward pass of a call, without parameters and buffers. Each storage counts
-    once.
+    """Count the bytes that autograd stores for the backward pass of a call, each storage once, without parameters and buffers.
 
     Tensors of functions that recompute their activations (``MODEL.CHECKPOINTING``) are not counted.
     """

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdamW with groups of parameters: backbone, sampling points, others; with weight decays of norms, PEGs, biases and embeddings."""
+"""AdamW with parameter groups: their own learning rates for backbone and sampling points, and weight decays for norms, PEGs, biases
+and embeddings."""
 
 import math
 import re
@@ -36,16 +37,17 @@ def parameter_groups(
         lr: learning rate of all parameters outside ``model.backbone``.
         backbone_lr: learning rate of the parameters in ``model.backbone``.
         weight_decay: weight decay of all parameters, as in DETR, unless one of the next four applies.
-        points_lr_multiplier: factor on the learning rate of Deformable-DETR's sampling offsets and reference points.
+        points_lr_multiplier: factor by which the learning rate is multiplied for Deformable-DETR's sampling offsets and reference
+            points.
         norm_weight_decay: weight decay of norms, including those in a PEG; ``None``: no separate decay.
         peg_weight_decay: weight decay of a PEG's parameters, unless ``norm_weight_decay`` applies; ``None``: no separate decay.
         bias_weight_decay: weight decay of biases, including those of norms and PEGs; ``None``: no separate decay.
         embed_weight_decay: weight decay of embeddings: queries, tokens, tables, and everything else that is neither a weight nor
             a bias; ``None``: no separate decay.
-        lr_multipliers: pairs (part, factor on its learning rate), with parts as in
+        lr_multipliers: pairs (part, learning rate factor), with parts as in
             :func:`cpvt_det.models.image_model.belongs_to_part`; factors of nested parts are multiplied.
-        layer_decay: factor on the learning rate of the backbone's parameters for each layer after them (arXiv 2106.08254,
-            appendix); a value other than 1 needs a backbone with ``layers_above``.
+        layer_decay: factor by which the learning rate of the backbone's parameters is multiplied for each layer after them (arXiv
+            2106.08254, appendix); a value other than 1 needs a backbone with ``layers_above``.
 
     Returns:
         Groups for ``torch.optim``, with ``params``, ``lr`` and ``weight_decay``.
@@ -57,7 +59,7 @@ def parameter_groups(
     if layer_decay <= 0:
         raise ValueError(f"the decay per layer must be above 0, got {layer_decay}")
     if layer_decay != 1 and not hasattr(model.backbone, "layers_above"):
-        raise ValueError(f"LAYER_DECAY is {layer_decay}, but the backbone does not say where its layers are; leave it at 1")
+        raise ValueError(f"LAYER_DECAY is {layer_decay}, but the backbone does not define its layers; leave it at 1")
     require_parts(model, [part for part, _ in lr_multipliers], "learning rate")
     by_module = _of_modules(model, ((PEGDetection, peg_weight_decay), (NORM_MODULES, norm_weight_decay)))
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -79,7 +81,8 @@ def parameter_groups(
 
 
 def _of_modules(model: nn.Module, kinds: Sequence[tuple[Any, float | None]]) -> dict[int, float]:
-    """Weight decay by ``id`` of the parameter, for modules of the given kinds; if two kinds apply, the later one counts."""
+    """The weight decay of each parameter of the given kinds of modules, by the parameter's ``id``; if two kinds apply, the later
+    one counts."""
     found: dict[int, float] = {}
     for kind, decay in kinds:
         if decay is not None:

@@ -21,7 +21,7 @@ class TrainingSchedule:
         steps: iterations at which the learning rate falls.
         warmup: number of iterations in which the learning rate rises to its full value.
         eval_period: iterations between evaluations; 0 for none before the end.
-        arithmetic: text that shows how the length was computed, for the log.
+        arithmetic: text for the log that shows how the length was computed.
     """
 
     max_iter: int
@@ -48,7 +48,7 @@ def schedule_from_epochs(
         epochs: length of the run in epochs.
         step_epochs: epochs at which the learning rate falls.
         warmup_epochs: length of the warm-up in epochs.
-        eval_epochs: epochs between evaluations; 0 for ``eval_period``.
+        eval_epochs: epochs between evaluations; 0 to use ``eval_period`` instead.
         eval_period: iterations between evaluations; 0 for none before the end.
     """
 
@@ -66,7 +66,7 @@ def schedule_from_epochs(
 
 
 class LRSchedule:
-    """The factor on the learning rates of all groups, which depends on the iteration only.
+    """The factor by which the learning rates of all groups are multiplied; it depends only on the iteration.
 
     Args:
         schedule: schedule of the run.
@@ -76,8 +76,8 @@ class LRSchedule:
 
     Raises:
         UnknownNameError: an unknown kind.
-        ValueError: no iterations, an ``end`` outside [0, 1] or without a cosine, or steps that are not in rising order. Steps
-            after the end of the run are ignored.
+        ValueError: no iterations, an ``end`` outside [0, 1], an ``end`` for a schedule other than a cosine, or steps that are not
+            in increasing order. Steps after the end of the run are ignored.
     """
 
     def __init__(self, schedule: TrainingSchedule, kind: str = "step", gamma: float = 0.1, end: float = 0.0):
@@ -103,7 +103,7 @@ def _scheduler(schedule: TrainingSchedule, kind: str, gamma: float, end: float) 
         raise UnknownNameError("SOLVER.SCHEDULE", kind, SCHEDULES)
     steps = schedule.steps
     if any(late <= early for early, late in zip((0, *steps), steps, strict=False)):
-        raise ValueError(f"the steps of the learning rate must be in rising order, got iterations {list(steps)}")
+        raise ValueError(f"the steps of the learning rate must be in ascending order, got iterations {list(steps)}")
     steps = tuple(step for step in steps if step < schedule.max_iter)
     if not steps:
         return CosineParamScheduler(1.0, 1.0)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """One training step, from samples to losses, gradients and new weights. Both runners use it.
 
-The global random state is set from (seed, iteration, process) before every step, so dropout repeats in a resumed run, and in the
-other runner, without a saved state.
+The global random state is set from (seed, iteration, process) before every step. So a resumed run, and the other runner, repeat the
+same dropout without a saved random state.
 
-A step with anything that is not finite is skipped: weights, optimiser, running statistics and moving average do not change. The
-device makes this decision, and the host does not wait for it.
+A step that yields a NaN or an infinity is skipped: weights, optimiser, running statistics and moving average do not change. The
+decision is made on the device, and the host does not wait for it.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ class TrainingModel(nn.Module):
 
     Args:
         detector: any detector with ``preprocess``; checkpoints contain its state dict.
-        criterion: the set loss, for the same classification; it has no parameters.
+        criterion: the set loss, built for the detector's classification; it has no parameters.
     """
 
     def __init__(self, detector: nn.Module, criterion: SetCriterion):
@@ -55,7 +55,7 @@ class TrainingModel(nn.Module):
         return self.criterion(predictions, targets, normalizers)
 
     def normalizers(self, samples: Sequence[Sample]) -> Normalizers:
-        """The divisors of a whole step, for calls of :meth:`forward` with a part of the step's samples."""
+        """The divisors of the losses of a whole step, for calls of :meth:`forward` with only a part of the step's samples."""
         targets: list[Targets] = [sample["targets"].to(self.detector.pixel_mean.device) for sample in samples]
         return self.criterion.normalizers(targets, self.detector.num_queries)
 
@@ -74,7 +74,7 @@ class StepOptions:
 
     Attributes:
         clip_norm: bound on the norm of all gradients together; ``None`` for no clipping.
-        accumulate: number of parts in which a process's samples are processed. The result is the same as with one part, except for
+        accumulate: number of parts into which a process's samples are split. The result is the same as with one part, except for
             norms with batch statistics, for dropout and denoising, which draw random numbers part by part, and for metrics, which
             are means over parts.
         amp_dtype: dtype of autocast; ``None`` for full precision.
@@ -93,15 +93,15 @@ class TrainStep:
     Args:
         model: a :class:`TrainingModel`, or DDP around one.
         optimizer: fused optimizer of the detector's parameters; it changes nothing in a step whose ``found_inf`` is set.
-        learning_rate: schedule that gives the factor on the groups' learning rates at an iteration.
+        learning_rate: schedule that gives the factor by which the groups' learning rates are multiplied at an iteration.
         options: clipping, accumulation, precision.
         seed: seed of the run.
         ema: moving average of the weights, updated after every step; ``None`` for no average.
 
     Attributes:
         bad_steps: counter of skipped steps, read at log time.
-        done: last iteration whose weights are complete; ``None`` before the first one, and after an error during a change of the
-            weights.
+        done: last iteration after which the weights are complete; ``None`` before the first one, and after an error while the
+            weights were being changed.
     """
 
     def __init__(

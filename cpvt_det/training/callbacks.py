@@ -2,8 +2,8 @@
 """Callbacks of a training run: both runners call them when a run starts, after steps and evaluations, and when it ends.
 
 This package has early stopping (``SOLVER.EARLY_STOPPING``), and the callbacks ``wandb`` (Weights & Biases) and ``mlflow``, which
-send a run's numbers to a server. Each of the two needs the extra of the same name, and reads server and key from environment
-variables of its package.
+send a run's numbers to a server. Each of these two needs the pip extra of the same name; server address and API key come from the
+environment variables of its package.
 """
 
 import contextlib
@@ -31,12 +31,12 @@ from cpvt_det.training.tasks.task import Results, flatten
 logger = logging.getLogger("cpvt_det")
 SENT_FILES = ("config.yaml", "results.json", "pictures")
 CALLBACK_REGISTRY = PartRegistry("CALLBACK", "callback")
-"""Name in ``CALLBACKS`` of a config -> class of a :class:`Callback`, whose keywords are its options."""
+"""Name in a config's ``CALLBACKS`` -> builder of a :class:`Callback`, whose keyword arguments are its options."""
 
 
 @dataclass
 class TrainingRun:
-    """The view of a run that callbacks get.
+    """A run as its callbacks see it.
 
     Attributes:
         cfg: config of the run.
@@ -45,7 +45,7 @@ class TrainingRun:
         start: first iteration; above 0 in a resumed run.
         max_iter: number of iterations in the whole run.
         best: the best evaluation so far, and the number of evaluations since then.
-        evaluated: the model that evaluations measure: the moving average of the weights if there is one.
+        evaluated: the model that evaluations measure, with the moving average of the weights if there is one.
         reason: why a callback wants to end the run; empty while the run continues.
     """
 
@@ -76,8 +76,8 @@ class Callback:
 
     A callback must not change weights or optimiser, because other processes would not see the change. An exception in ``on_start``
     ends the run before its first step. After any later exception, the run continues without that callback and logs a warning,
-    because a server that is down must not end a training. Its ``on_end`` is still called, so that it can close what it has opened;
-    errors of that call are not reported. A :class:`cpvt_det.common.errors.RunStoppedError` always ends the run.
+    because a server that is down must not end a training run. Its ``on_end`` is still called, so that it can close what it has
+    opened; errors of that call are not reported. A :class:`cpvt_det.common.errors.RunStoppedError` always ends the run.
     """
 
     def on_start(self, run: TrainingRun) -> None:
@@ -109,8 +109,8 @@ def build_callbacks(cfg: CfgNode, tests: Sequence[Any], more: Sequence[Callback]
         more: callbacks given in Python.
 
     Raises:
-        ConfigError: an invalid entry, an unknown name or option, a missing package, or a ``SOLVER.EARLY_STOPPING`` that cannot be
-            used.
+        ConfigError: an invalid entry, an unknown name or option, a missing package, or a ``SOLVER.EARLY_STOPPING`` that this run
+            cannot use.
         TypeError: an object in ``more`` that is not a callback.
     """
     callbacks: list[Callback] = build_early_stopping(cfg, tests)
@@ -128,8 +128,8 @@ def build_callbacks(cfg: CfgNode, tests: Sequence[Any], more: Sequence[Callback]
 
 
 class RunCallbacks:
-    """The callbacks of one run, as a context that lasts from before the first step to the end of the run. Every process calls its
-    methods.
+    """The callbacks of one run, as a context manager: enter it before the first step and leave it at the end of the run. Every
+    process must call its methods.
 
     Args:
         callbacks: callbacks, called in this order.
@@ -206,7 +206,7 @@ class RunCallbacks:
                 self._started.remove(callback)
                 self._failed.append(callback)
                 logger.warning(
-                    "%s.%s failed; the callback is left out until the end: %s: %s",
+                    "%s.%s failed, so the callback is not called again in this run: %s: %s",
                     *(type(callback).__name__, event, type(error).__name__, first_line(error)),
                 )
 
@@ -244,7 +244,7 @@ def build_early_stopping(cfg: CfgNode, tests: Sequence[Any]) -> list[Callback]:
     """A list with the callback of ``SOLVER.EARLY_STOPPING``, or an empty list for 0.
 
     Raises:
-        ConfigError: a negative number, or a run without evaluations before its end.
+        ConfigError: a negative number, or a run that is not evaluated before its end.
     """
     patience, test = cfg.SOLVER.EARLY_STOPPING, cfg.TEST
     by_epochs = cfg.SOLVER.EPOCHS > 0 and test.EVAL_EPOCHS > 0  # otherwise EVAL_EPOCHS is not used

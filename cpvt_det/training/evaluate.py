@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluate a model on its test sets, and write figures and files; also at several test sizes, with one table."""
+"""Evaluate a model on its test sets and write figures and files, also at several test sizes, which one table compares."""
 
 import contextlib
 import logging
@@ -44,7 +44,7 @@ class Measured(NamedTuple):
 
 
 def evaluate(task: Task, detector: nn.Module, datasets: Sequence[Any], output: Path) -> Results:
-    """The figures of :func:`measure`."""
+    """As :func:`measure`, but return only the figures."""
     return measure(task, detector, datasets, output).results
 
 
@@ -86,16 +86,17 @@ def measure(task: Task, detector: nn.Module, datasets: Sequence[Any], output: Pa
 
 @contextlib.contextmanager
 def chosen_threshold(cfg: CfgNode, thresholds: Thresholds | None) -> Iterator[None]:
-    """Set ``TEST.PICTURE_THRESHOLD`` within the block and log it: the config's if given, else that of the best F1, else 0.5.
+    """Set ``TEST.PICTURE_THRESHOLD`` within the block and log it: the config's value if it has one, else the threshold with the
+    best F1, else 0.5.
 
-    Predictions of a classifier need no threshold.
+    Classifiers need no threshold, so for them the block changes nothing.
     """
     if cfg.TEST.PICTURE_THRESHOLD is not None or builders.is_classifier(cfg):
         yield
         return
     kept = None if thresholds is None else thresholds.overall
     cfg.TEST.PICTURE_THRESHOLD = DEFAULT_THRESHOLD if kept is None else kept
-    why = "the best F1" if kept is not None else "no threshold is known" if thresholds is None else "no detection was right"
+    why = "the best F1" if kept is not None else "no threshold is known" if thresholds is None else "no detection was correct"
     logger.info("Pictures and report: scores from %.3g (%s; TEST.PICTURE_THRESHOLD sets another)", cfg.TEST.PICTURE_THRESHOLD, why)
     try:
         yield
@@ -129,7 +130,7 @@ def _evaluate_one(
 
 
 def draw_run(output: Path) -> None:
-    """Draw the curves of a run, in the first process. If ``metrics.json`` was removed, there are none, but the run still
+    """Draw the curves of a run, in the first process. If ``metrics.json`` was removed, nothing is drawn, but the run still
     finishes."""
     if distributed.rank() != 0:
         return

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The work between two steps: report bad steps, save, and obey SIGTERM and Ctrl-C once the step is finished and saved."""
+"""The work between two steps: report bad steps, save checkpoints, and obey SIGTERM and Ctrl-C once the step is finished and
+saved."""
 
 import contextlib
 import logging
@@ -30,7 +31,8 @@ SAME_BY_TORCHRUN = 15.0  # the same under torchrun, which repeats a signal that 
 class RunGuard:
     """A guard that saves the progress of a run. Every process must call its methods after the same steps.
 
-    If an error leaves its ``with`` block, process 0 saves the last completed step, at which all processes have the same weights.
+    If an error leaves its ``with`` block, process 0 saves the state after the last completed step, when all processes have the
+    same weights.
 
     Args:
         cfg: config of the run, whose ``SOLVER`` contains the periods.
@@ -83,12 +85,13 @@ class RunGuard:
             self.save_final(iteration)
 
     def save_final(self, iteration: int) -> None:
-        """Save ``model_final.pth`` after the last evaluation, with its thresholds, even if it was saved before that already."""
+        """Save ``model_final.pth`` after the last evaluation, with its thresholds; this replaces the file that was saved before
+        that evaluation."""
         self.checkpointer.save(FINAL, iteration)
         self._saved = iteration
 
     def obey_signals(self) -> None:
-        """End the run if a signal was received, after all work of a step is done.
+        """End the run if a signal was received; to be called after all work of a step is done.
 
         Raises:
             InterruptedRun: a received signal; the step is saved.
@@ -98,7 +101,7 @@ class RunGuard:
             self._leave(signum)
 
     def batches(self, loader: Iterable[list[Sample]]) -> Iterator[list[Sample]]:
-        """The batches of a loader. While a single process waits for a batch, it obeys a signal immediately.
+        """The batches of a loader. If the run has only one process, it obeys signals immediately while it waits for a batch.
 
         With several processes, another process may be waiting for this one's part of a step, so signals are obeyed after the step.
 
@@ -135,7 +138,7 @@ class RunGuard:
             raise
 
     def _report_bad_steps(self) -> None:
-        """Log bad steps; if they end the run, add to the error how to continue."""
+        """Log bad steps; if they end the run, add to the error message how to continue."""
         try:
             self.step.bad_steps.report()
         except RunStoppedError as error:
@@ -184,7 +187,7 @@ class Stopped(BaseException):
 class StopSignals:
     """A ``with`` block in which the first signal is recorded and a second one ends the process and its data workers immediately.
 
-    Threads other than the main one cannot have signal handlers; in those, signals act as before.
+    Only the main thread can set signal handlers; entered in another thread, the block changes nothing.
     """
 
     def __init__(self) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start runs with one or several processes by ``torchrun`` or another launcher, or on this machine by ``--num-gpus N``."""
+"""Run in one or several processes, started by ``torchrun`` or another launcher, or on this machine with ``--num-gpus N``."""
 
 import contextlib
 import logging
@@ -18,11 +18,11 @@ from cpvt_det.common.errors import ConfigError, RunStoppedError, exit_code, firs
 from cpvt_det.training.launchers import is_of_torchrun, variables_of_group
 
 OF_GLOO = ("gloo/transport", "pair closure")
-"""Texts that errors of collectives contain; these errors have no type of their own."""
+"""Texts that identify the errors of gloo's collectives, which have no exception type of their own."""
 
 
 def launch(main: Callable[..., Any], num_gpus: int | None, *args: Any) -> Any:
-    """Call ``main(*args)`` in every process of the run, where :func:`process_group` joins them.
+    """Call ``main(*args)`` in every process of the run; in it, :func:`process_group` connects the processes.
 
     Under ``torchrun``, or if another launcher started several processes and ``MASTER_ADDR`` and ``MASTER_PORT`` are set, this
     process is one of them, and ``num_gpus`` is ignored. Otherwise it starts ``num_gpus`` processes.
@@ -36,8 +36,8 @@ def launch(main: Callable[..., Any], num_gpus: int | None, *args: Any) -> Any:
         The return value of ``main`` in the first process.
 
     Raises:
-        ConfigError: more GPUs than torch finds, or a process that another launcher started as one of several but that lacks the
-            others' address.
+        ConfigError: more GPUs requested than torch finds, or another launcher started several processes without setting
+            ``MASTER_ADDR`` and ``MASTER_PORT``.
         RunStoppedError: a process that was killed; the others are stopped too.
     """
     require_gpus(num_gpus)
@@ -66,7 +66,7 @@ def launch(main: Callable[..., Any], num_gpus: int | None, *args: Any) -> Any:
 
 
 def require_gpus(num_gpus: int | None) -> None:
-    """Refuse a number of GPUs that is larger than torch finds.
+    """Refuse a request for more GPUs than torch finds.
 
     Raises:
         ConfigError: more GPUs than torch finds.
@@ -78,14 +78,14 @@ def require_gpus(num_gpus: int | None) -> None:
 
 @contextlib.contextmanager
 def process_group(seconds: float) -> Iterator[None]:
-    """Within this block, join the process group that the environment describes; a single process stays alone.
+    """Within this block, join the process group that the environment variables describe; a process that runs alone joins none.
 
     Args:
         seconds: time that a collective waits for the other processes before it fails.
 
     Raises:
         ConfigError: a time below a second.
-        RunStoppedError: other processes that did not appear within this time.
+        RunStoppedError: processes that did not connect within this time, or that were lost or did not answer later.
     """
     if seconds < 1:
         raise ConfigError(f"SOLVER.COLLECTIVE_TIMEOUT must be at least 1 second, got {seconds:g}")

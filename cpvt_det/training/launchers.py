@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detect who started this process: torchrun, another launcher that started several, or a user who started one.
-
-Without this check, processes that do not know of each other would each train alone.
+"""Detect whether this process was started by torchrun, by another launcher as one of several, or by a user on its own. Without
+this check, processes that do not know of each other would each train alone.
 """
 
 import os
@@ -53,7 +52,8 @@ def variables_of_group(environment: Mapping[str, str]) -> dict[str, str]:
         runs alone.
 
     Raises:
-        ConfigError: a process that is one of several but lacks the others' address; the message gives the command to use.
+        ConfigError: variables that are incomplete or invalid, such as a missing ``MASTER_ADDR`` for one of several processes; the
+            message says what to do.
     """
     found = {name: environment[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if environment.get(name)}
     name = "RANK and WORLD_SIZE"

@@ -24,8 +24,8 @@ ON_THE_BAR = {"total_loss": "loss", "loss_class": "class", "loss_l1": "l1", "los
 
 
 class MetricsWriter:
-    """A writer that collects scalars on the device and writes their means every ``period`` iterations, with one synchronisation per
-    line.
+    """A writer that collects scalars on the device and writes their means every ``period`` iterations, so that the device is
+    synchronised only once per line.
 
     Args:
         output: folder of the run.
@@ -50,7 +50,8 @@ class MetricsWriter:
             self.bar = tqdm(total=max_iter, initial=start_iter, desc="training", unit="it", mininterval=interval, file=sys.stderr)
 
     def timed(self, batches: Iterable[list[Any]]) -> Iterator[list[Any]]:
-        """Pass batches on and measure the seconds that a step waits for its batch; ``data_time`` is that of the slowest process."""
+        """Pass batches on and measure the seconds that a step waits for its batch; ``data_time`` is the time of the slowest
+        process."""
         batches = iter(batches)
         while True:
             start = time.perf_counter()

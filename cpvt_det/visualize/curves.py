@@ -71,7 +71,7 @@ def read_metrics(metrics_json: str | os.PathLike[str]) -> Records:
     NaN and Infinity are accepted; they and ``null`` are read as NaN.
 
     Returns:
-        The numbers in the file, by rising iteration.
+        The numbers in the file, in the order of their iterations.
 
     Raises:
         DataError: a missing file, or one without an iteration in any line.
@@ -170,7 +170,7 @@ def read_runs(paths: Sequence[str | os.PathLike[str]]) -> dict[str, Records]:
 
 
 def comparison_figure(runs: dict[str, Records]) -> "Figure":
-    """Draw total loss (faint as logged, strong if smoothed over a fiftieth of the run) and main figure over the iterations.
+    """Draw the total loss (faint: as logged; strong: smoothed over a fiftieth of the run) and the main figure over the iterations.
 
     Each run has its own colour.
     """
@@ -210,7 +210,7 @@ def _figures_of(records: Records) -> list[str]:
 
 
 def _main_figures(records: Records) -> list[str]:
-    """Names of the two main figures of the first test set; for a run without an evaluation, those of AP."""
+    """Names of the two main figures of the first test set; for a run without an evaluation, "AP" and "AP50"."""
     return [*next(iter(main_figures(records)), []), "AP", "AP50"][:2]
 
 

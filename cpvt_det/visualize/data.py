@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The input of a detector: batches as the loaders return them, with the padding and the boxes drawn."""
+"""Pictures of a detector's input: batches as the loaders return them, with their padding and boxes."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -62,7 +62,7 @@ def draw_batches(
 def draw_denoising(
     batches: Iterable[list[Sample]], detector: nn.Module, denoising: ContrastiveDenoising, classes: Classes, count: int, path: Path
 ) -> int:
-    """Draw objects next to their noised copies: copies that should find their object again, and copies that should find none.
+    """Draw objects next to their noised copies: those that should find their object again, and those that should find none.
 
     Args:
         batches: batches of training samples.

@@ -21,7 +21,7 @@ MARGIN = 0.06  # white border around an image, as a share of its sides, for poin
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """An empty figure with sides in inches of 100 pixels. It is made without pyplot, because pyplot keeps global state.
+    """An empty figure; its sides are in inches of 100 pixels. It is made without pyplot, because pyplot keeps global state.
 
     Raises:
         BadInputError: matplotlib is not installed.

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text in pictures, in any script: in DejaVu Sans, which comes with matplotlib, or in system fonts for characters it lacks."""
+"""Text in pictures, in any script: in DejaVu Sans, which comes with matplotlib, or in system fonts for characters that it
+lacks."""
 
 import functools
 import itertools
@@ -63,7 +64,7 @@ class Text:
 
 @functools.lru_cache(maxsize=64)
 def load_font(file: str | None, size: float) -> ImageFont.FreeTypeFont:
-    """A font in a size in pixels; ``None`` means DejaVu Sans, or Pillow's own font if DejaVu Sans is missing."""
+    """A font at a size in pixels; ``None`` means DejaVu Sans, or Pillow's own font if DejaVu Sans is missing."""
     file = file or _dejavu()
     return ImageFont.truetype(file, size) if file else ImageFont.load_default(size)
 
@@ -107,8 +108,9 @@ def _fallbacks(characters: str) -> dict[str, Face]:
         left -= covered[face]
     if left and not _missing:
         logger.warning(
-            "No font of this system has all characters of the names, such as %s; pictures have boxes in their place. On Debian and "
-            "Ubuntu, the package fonts-noto-cjk has those of Chinese, Japanese and Korean, fonts-noto-core most others",
+            "No font on this system has all the characters of the names, such as %s; pictures show empty boxes in their place. On "
+            "Debian and Ubuntu, the package fonts-noto-cjk covers Chinese, Japanese and Korean, and fonts-noto-core most other "
+            "scripts",
             min(left),
         )
     _missing.update(left)

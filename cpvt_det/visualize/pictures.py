@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pictures of detections, alone or next to the ground truth.
 
-Place in the pipeline: after ``evaluation/answers.py``, in parallel with ``evaluation/coco.py``.
+Place in the pipeline: after ``evaluation/answers.py``; ``evaluation/coco.py`` gets the same detections.
 """
 
 import colorsys
@@ -74,8 +74,8 @@ def draw_comparison(
 ) -> Tensor:
     """Draw an image twice, side by side: once with its detections and once with its ground truth.
 
-    If no detection passes the threshold, the best three are drawn and the title mentions this. The exception is an image without
-    objects, for which no detection is right.
+    If no detection passes the threshold, the best three are drawn and the title says so. For an image without objects, none are
+    drawn, because having no detection is right.
 
     Args:
         image: (3, H, W) uint8, RGB. It is enlarged by the whole number that makes its short side at least 384, or by less if the
@@ -242,7 +242,7 @@ def _corners(box_xyxy: list[float], scale: float, size: tuple[int, int]) -> Corn
 def _draw_label(
     draw: ImageDraw.ImageDraw, text: Text, box: Corners, color: Color, size: tuple[int, int], taken: list[Corners]
 ) -> None:
-    """Write a label on the box's colour, if possible at a corner of the box where it covers no other label."""
+    """Write a label on a background in the box's colour, if possible at a corner of the box where it covers no other label."""
     left, top, right, bottom = text.box
     width, height = right - left + 6, bottom - top + 6
     candidates = []

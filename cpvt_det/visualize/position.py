@@ -120,7 +120,7 @@ def added_by(detector: nn.Module, images: Sequence[Tensor], beside: Tensor | Non
     Args:
         detector: a detector in evaluation mode; not changed.
         images: (3, h, w) uint8 each.
-        beside: (3, h', w') uint8, a larger image in the same batch, so that the others are padded.
+        beside: (3, h', w') uint8, a larger image that is put into the same batch, so that the others are padded.
 
     Returns:
         One entry per place where something is added, with maps (1, C, H_l, W_l); and the padding mask (1, H, W) of the images.

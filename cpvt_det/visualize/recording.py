@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Record the forward pass of an image by hooks, so that the layers contain no code for this.
+"""Record the forward pass of an image with hooks, so that the layers need no code for this.
 
-A layer with a hook gets the whole batch. If it otherwise leaves out padded tokens, its results change by rounding only.
+A layer with a hook gets the whole batch. If it would otherwise leave out padded tokens, its results differ only by rounding.
 Attention layers keep no attention weights, because fused kernels do not produce them. Here, the weights are computed from the
 layers' inputs.
 """
@@ -98,7 +98,7 @@ class Samples:
     """The sampling points of queries in deformable attention.
 
     Attributes:
-        locations: (B, Q, M, L, P, 2) float, xy in [0, 1] of the padded map; locations beyond it read zeros.
+        locations: (B, Q, M, L, P, 2) float, xy in [0, 1] of the padded map; beyond it, zeros are sampled.
         weights: (B, Q, M, L, P) float; they sum to 1 over L and P.
     """
 

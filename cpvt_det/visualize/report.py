@@ -70,7 +70,7 @@ def write_report(
 
 
 def precision_recall_figure(curves: Sequence[Curve], names: Sequence[str]) -> "Figure":
-    """Precision over recall, with one panel per class; a dot marks the threshold of the highest F1."""
+    """Precision over recall, with one panel per class; a dot marks the threshold with the highest F1."""
     columns = min(len(curves), max(4, math.ceil(math.sqrt(len(curves)))))
     rows = math.ceil(len(curves) / columns)
     figure = new_figure(3 * columns, 3 * rows)
@@ -186,7 +186,7 @@ def _point(best: OperatingPoint | None) -> dict[str, float] | None:
 def _page(content: dict[str, Any], figures: dict[str, dict[str, float]], curves: Sequence[Curve], drawn: Sequence[str]) -> str:
     """The text of ``report.md``."""
     threshold, best = content["score_threshold"], content["best_for_all"]
-    together = f"{best['threshold']:.3f} (F1 {best['F1']:.3f})" if best else "none, no detection is right"
+    together = f"{best['threshold']:.3f} (F1 {best['F1']:.3f})" if best else "none, because no detection is correct"
     worst = [
         f"### {Path(one['file_name']).name} (id {one['image_id']}): {one['missed']} missed, {one['false']} false\n\n![]({name})"
         for one, name in zip(content["worst"], drawn, strict=True)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``report.html``: the report of an evaluation as one page, whose figures and images follow a slider of the score threshold.
 
-In the browser, the page counts at any threshold in the same way as :mod:`cpvt_det.evaluation` does at one. Scores are cut to
-thousandths, the steps of the slider, so that both counts agree. For a very large data set, the steps are larger, so that its counts
-fit into the page.
+In the browser, the page counts at any threshold in the same way as :mod:`cpvt_det.evaluation` does at one. Scores are rounded down
+to thousandths, the steps of the slider, so that both counts agree. For a very large data set, the slider has fewer positions, so
+that its counts fit into the page.
 """
 
 import math
@@ -30,8 +30,8 @@ MOST_IMAGES = 500
 """Largest number of embedded images, which are those with the most mistakes. The figures count all images."""
 MOST_BYTES = 19_000_000
 GRIDS = (1, 2, 5, 10, 20, 50, 100)
-"""Distances of the slider's positions in steps. The first distance whose data leave half of the bytes to the images is used,
-otherwise the last one."""
+"""Distances between the slider's positions, in steps. The first one whose data leave half of ``MOST_BYTES`` to the images is used,
+or the last one if none does."""
 SMALL, LARGE = 32**2, 96**2  # pixels: COCO's limits of the area of a medium object
 
 Row = list[Any]
@@ -90,7 +90,8 @@ def _steps_of(scores: np.ndarray) -> np.ndarray:
 
 
 def _fitted(content: dict[str, Any]) -> dict[str, Any]:
-    """The data of the page for a ``grid``. The slider stops at multiples of the grid, where the counts are stored and exact."""
+    """The data of the page, with a ``grid`` from ``GRIDS``. The slider stops only at multiples of the grid, for which the page
+    contains exact counts."""
     for grid in GRIDS:
         tables = {name: _on_grid(content[name], grid) for name in ("objects", "false", "confusion")}
         starts = {name: content[name] and content[name] // grid * grid for name in ("threshold", "best")}
@@ -101,7 +102,8 @@ def _fitted(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _on_grid(rows: Sequence[Row], grid: int) -> list[Row]:
-    """Rows that end with a step and a count, with steps lowered to multiples of the grid; a step of -1 stays the lowest."""
+    """Merge rows that end with a step and a count, with steps lowered to multiples of the grid; a step of -1 remains the
+    lowest."""
     counts: Counter = Counter()
     for *key, step, count in rows:
         counts[(*key, step // grid * grid)] += count
@@ -172,8 +174,8 @@ def _image(matches: Matches, index: int, record: ImageRecord) -> dict[str, Any]:
 
 
 def _base_name(file_name: str) -> str:
-    """The last part of a path or an address, which reveals nothing about the machine, without the part after "?" (it may be a
-    key)."""
+    """The last part of a path or an address, which reveals nothing about the machine, without the part after "?", which may
+    contain a key."""
     path = urlsplit(file_name).path if "://" in file_name else file_name
     return re.split(r"[\\/]", path)[-1]
 

@@ -244,20 +244,21 @@ def test_an_option_changes_its_transformer_backbone(backbone):
         ),
         (
             {**DEFORMABLE, "MODEL__QUERIES__LABEL_NOISE": 0.25},
-            "MODEL.QUERIES.LABEL_NOISE needs MODEL.QUERIES.DENOISING, a number of pairs",
+            "MODEL.QUERIES.LABEL_NOISE has no effect without denoising: set MODEL.QUERIES.DENOISING to a number of pairs",
         ),
         (
             {**DEFORMABLE, "MODEL__DETECTOR__BOX_REFINEMENT": False, "MODEL__QUERIES__REFINED_POSITIONS": True},
-            "MODEL.QUERIES.REFINED_POSITIONS follows corrected boxes: set MODEL.DETECTOR.BOX_REFINEMENT to True",
+            "MODEL.QUERIES.REFINED_POSITIONS needs box refinement: set MODEL.DETECTOR.BOX_REFINEMENT to True",
         ),
         (
             {**ONE_STAGE, "MODEL__DETECTOR__BOX_REFINEMENT": False, "MODEL__DETECTOR__LOOK_FORWARD_TWICE": True},
-            "MODEL.DETECTOR.LOOK_FORWARD_TWICE corrects boxes: set MODEL.DETECTOR.BOX_REFINEMENT to True",
+            "MODEL.DETECTOR.LOOK_FORWARD_TWICE needs box refinement: set MODEL.DETECTOR.BOX_REFINEMENT to True",
         ),
-        ({"MODEL__NECK__WIDTH": 3}, "MODEL.NECK has the options width: set MODEL.NECK.NAME too"),
+        ({"MODEL__NECK__WIDTH": 3}, "MODEL.NECK has options (width) but no name: set MODEL.NECK.NAME too"),
         (
             {"MODEL__BACKBONE__POSITION__NAME": "sine"},
-            "MODEL.BACKBONE.POSITION: the backbone 'resnet10' takes no encoding; set MODEL.POSITION, the detector's",
+            "MODEL.BACKBONE.POSITION: the backbone 'resnet10' does not accept a position encoding; set that of the detector, "
+            "MODEL.POSITION",
         ),
         ({"MODEL__BACKBONE__PATCH_SIZE": 8}, "unknown option of backbone 'resnet10' 'patch_size'; known: "),
         (
@@ -285,7 +286,7 @@ def test_keys_of_our_resnets_are_ignored_with_one_warning_under_a_backbone_of_on
     build_detector(random_config(MODEL__BACKBONE__NAME="bare", MODEL__BACKBONE__STAGES=(4,)))
     (record,) = caplog.records
     assert record.getMessage() == (
-        "The backbone 'bare' does not take these keys of MODEL.BACKBONE, which are ignored: NORM 'BN', STAGES (4,), FREEZE_AT 0"
+        "The backbone 'bare' does not use these keys of MODEL.BACKBONE, so they are ignored: NORM 'BN', STAGES (4,), FREEZE_AT 0"
     )
 
 
@@ -343,5 +344,5 @@ def test_a_backbone_of_detectron2_takes_no_key_of_our_resnets(key, other):
 
     words = ["MODEL.DEVICE", "cpu", "MODEL.NUM_CLASSES", "3", "MODEL.BACKBONE.NAME", "build_resnet_backbone"]
     words += ["MODEL.BACKBONE.MASK_PADDING", "False", "MODEL.RESNETS.OUT_FEATURES", "['res5']", "MODEL.RESNETS.DEPTH", "50"]
-    with pytest.raises(ConfigError, match=f"backbones of detectron2 do not take MODEL.BACKBONE.{key}, got '?{other}"):
+    with pytest.raises(ConfigError, match=f"backbones of detectron2 do not support MODEL.BACKBONE.{key}, got '?{other}"):
         build_detector(load_cfg("", [*words, f"MODEL.BACKBONE.{key}", other]))

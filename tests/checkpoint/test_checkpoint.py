@@ -279,7 +279,7 @@ def test_conversion_refuses_what_it_does_not_know():
     with pytest.raises(UnknownNameError, match=r"unknown weights source 'hf'.*known: deformable_detr, .*hf_detr"):
         convert_state_dict({}, "hf")
     for source in CONVERSIONS:
-        with pytest.raises(WeightsError, match=f"do not have the names of {source}: the first one is a"):
+        with pytest.raises(WeightsError, match=f"do not have the tensor names of {source}: the first tensor is a"):
             convert_state_dict({"a": torch.ones(1)}, source)
     theirs = to_transformers(detector().state_dict())
     del theirs["model.encoder.layers.0.self_attn.k_proj.weight"]
@@ -311,7 +311,9 @@ def test_conversion_refuses_what_it_does_not_know():
 def test_weights_of_other_architectures_are_refused_by_name(name, architecture):
     """The names are those of their public code; around them stand names that theirs and DETR's have in common."""
     weights = {**to_facebook(detector().state_dict()), name: torch.ones(1)}
-    said = f"the given weights: weights of {architecture} (by the name {name}) are not supported; give weights of DETR, "
+    said = (
+        f"the given weights: weights of {architecture} (recognised by the tensor {name}) are not supported; give weights of DETR, "
+    )
     with pytest.raises(WeightsError, match=re.escape(said)):
         load_weights(detector(), weights)
     with pytest.raises(WeightsError, match=re.escape(said)):

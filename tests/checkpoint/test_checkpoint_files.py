@@ -317,7 +317,7 @@ def test_a_best_of_another_figure_or_test_set_is_replaced_and_that_is_told(now, 
     again.checkpointables["cpvt_det"].best = BestSoFar(*now)
     again.begin(resume=True)
     assert again.checkpointables["cpvt_det"].best == BestSoFar(*now)
-    told = f"The best checkpoint so far was chosen by bbox/AP of cards, and the next evaluation decides by {now[0]} of {now[1]}"
+    told = f"The best checkpoint so far was selected by bbox/AP on cards, but this run selects by {now[0]} on {now[1]}"
     assert told in caplog.text
     again.keep_best(3.0, 4)
     node = read_checkpoint(tmp_path / "model_best.pth")["cpvt_det"]

@@ -281,11 +281,11 @@ def test_a_head_that_other_sources_lack_is_missing():
 def test_names_of_two_sources_are_refused():
     official, hf = (FOREIGN[layout][1](detector().state_dict()) for layout in ("official", "transformers 5"))
     mixed = {**official, **hf}
-    with pytest.raises(WeightsError, match="the weights mix the names of deformable_detr and hf_deformable_detr"):
+    with pytest.raises(WeightsError, match="the weights mix the tensor names of deformable_detr and hf_deformable_detr"):
         detect_source(mixed)
     with pytest.raises(WeightsError, match="the given weights: the weights mix"):
         read_weights(mixed)
-    with pytest.raises(WeightsError, match="do not have the names of facebook_detr: they are the names of deformable_detr"):
+    with pytest.raises(WeightsError, match="do not have the tensor names of facebook_detr: the names are those of deformable_detr"):
         convert_state_dict(official, "facebook_detr")
 
 
@@ -319,7 +319,7 @@ def test_class_rows_of_every_layer_are_picked_by_name_and_proposals_keep_their_o
         assert torch.equal(new, torch.cat((old[:1], fresh[f"queries.class_embed.{part}"][1:])))
     assert torch.equal(first.queries.bbox_embed.layers[0].weight, second.queries.bbox_embed.layers[0].weight)
     assert report.first_row_only == ["queries.class_embed.weight", "queries.class_embed.bias"]
-    assert "row 0 means an object, the other rows stand for no class" in report.table()
+    assert "row 0 means an object, and the other rows do not stand for classes" in report.table()
     assert "2 of 3 classes found by name" in str(report)
 
 
@@ -371,7 +371,7 @@ def test_another_number_of_queries_starts_anew_in_training_and_is_refused_in_eva
         load_initial_weights(cfg, model, classes, for_evaluation=True)
     narrow = {**first.state_dict(), "queries.reference_points.weight": torch.ones(2, 4)}
     torch.save(narrow, tmp_path / "official.pth")
-    with pytest.raises(WeightsError, match=r"has other shapes than the config's model: queries\.reference_points\.weight"):
+    with pytest.raises(WeightsError, match=r"has different shapes from the config's model: queries\.reference_points\.weight"):
         load_initial_weights(cfg, model, classes)
 
 

@@ -232,7 +232,7 @@ def test_rows_that_are_classes_and_rows_that_are_objects_are_not_taken_for_each_
     report = load_weights(second, {"model": first.state_dict(), "cpvt_det": node}, ("tree", "ship", "cat") if named else NAMES)
     assert torch.equal(second.queries.class_embed.weight, fresh)
     assert report.remade.keys() == {"queries.class_embed.weight", "queries.class_embed.bias"}
-    assert "rows are classes in either the weights or the model" in report.table()
+    assert "the rows are classes in only one of weights and model" in report.table()
     assert report.first_row_only == []
 
 
@@ -285,7 +285,7 @@ def test_the_labels_of_denoising_are_not_missed_in_a_model_without_it(tmp_path):
     second = build_detector(cfg).eval()
     load_initial_weights(cfg, second, Classes((0, 1, 2), NAMES), for_evaluation=True)
     report = load_weights(second, first.state_dict())
-    assert report.training_only == ["queries.denoising.label_enc.weight"] and "which is a part of training" in report.table()
+    assert report.training_only == ["queries.denoising.label_enc.weight"] and "which happens only in training" in report.table()
     batch = batch_of(second)
     assert torch.equal(second(*batch).logits, first.eval()(*batch).logits)
 

@@ -134,11 +134,11 @@ def test_a_detector_s_trunk_is_the_weights_of_another_s(tmp_path):
             {},
             r"has a table of 4 x 4 cells, the backbone's has 3 x 3: set MODEL.BACKBONE.POSITION.GRID to \(4, 4\)",
         ),
-        ({"img_size": (48, 80)}, {}, "the table has 16 rows; without the 1 of tokens this is no square number"),
+        ({"img_size": (48, 80)}, {}, "the table has 16 rows; without the 1 of extra tokens, their number is not a square"),
         (
             {"no_embed_class": True},
             {},
-            "the table has 9 rows; .*no square number.*; with them it is, as in DeiT III",
+            "the table has 9 rows; .*not a square.*; with them it is, as in DeiT III",
         ),
         ({"depth": 3}, {}, r"only the file has encoder.layers.2"),
         ({}, {"DEPTH": 3}, r"only the network has encoder.layers.2"),
@@ -155,7 +155,7 @@ def test_weights_of_another_model_are_refused(model, more, message, tmp_path):
 
 def test_other_weights_and_missing_files_are_refused(tmp_path):
     torch.save({"model": timm.create_model("resnet10t").state_dict()}, tmp_path / "w.pth")
-    with pytest.raises(WeightsError, match=r"has no weights of this backbone, .*; its first is conv1.0.weight"):
+    with pytest.raises(WeightsError, match=r"has no weights of this backbone, .*; its first tensor is conv1.0.weight"):
         load_backbone_weights(make(), str(tmp_path / "w.pth"), "deit_tiny")
     with pytest.raises(WeightsError, match=r"is a file of weights, got 'DEFAULT'"):
         load_backbone_weights(make(), "DEFAULT", "deit_tiny")

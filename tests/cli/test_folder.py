@@ -53,7 +53,7 @@ def test_one_command_trains_from_a_folder_and_its_yaml_trains_the_same(here, mon
     assert result.exit_code == 0, result.output
     assert layouts.files_below(mine) == before
     assert "../mine: yolo, 8 files such as" not in result.output and "../mine: yolo, 6 files such as" in result.output
-    assert "measured: " in result.output and "split drawn by seed 0" in result.output
+    assert "measured: " in result.output and "split drawn with seed 0" in result.output
     output = here / "output/mine"
     assert (output / "model_best.pth").is_file() and (output / "pictures/detections.png").is_file()
     log = (output / "log.txt").read_text()
@@ -65,7 +65,7 @@ def test_one_command_trains_from_a_folder_and_its_yaml_trains_the_same(here, mon
     first, second, *_ = chosen.read_text().splitlines()
     assert first == f"# Chosen by cpvt-det train {(here.parent / 'mine').resolve()}"
     assert (
-        second == f"# The same run again, from {here}: cpvt-det train --num-gpus 0 --config-file output/mine/chosen.yaml "
+        second == f"# To repeat this run from {here}: cpvt-det train --num-gpus 0 --config-file output/mine/chosen.yaml "
         "OUTPUT_DIR output/mine_again"
     )
     assert yaml.safe_load(chosen.read_text())["SOLVER"]["THREADS"] >= 1
@@ -76,7 +76,7 @@ def test_one_command_trains_from_a_folder_and_its_yaml_trains_the_same(here, mon
     assert losses[0] == losses[1] and len(losses[0]) == 2  # 1 epoch of 5 images, 2 a step
 
     refused = call("train", "../mine", "--resume", "--budget", "1h")
-    assert refused.exit_code == 2 and "leave out --budget, --format, --new-split and --start; a" in refused.output
+    assert refused.exit_code == 2 and "leave out --budget, --format, --new-split and --start; to train longer" in refused.output
     resumed = call("train", "../mine", "--resume", "--num-gpus", 0, "--runner", "builtin", "SOLVER.EPOCHS", "2")
     assert resumed.exit_code == 0, resumed.output
     assert "measured:" not in resumed.output and len(losses_of(output / "metrics.json")) == 5
@@ -84,7 +84,7 @@ def test_one_command_trains_from_a_folder_and_its_yaml_trains_the_same(here, mon
     assert shorter.exit_code == 2 and "has 5 iterations already, and the config asks for 2 (1 epochs x 5 images" in shorter.output
     weights = (output / "model_best.pth").read_bytes()
     second = call("train", "../mine", "--budget", "1m", "--num-gpus", 0, "--runner", "builtin", *WORDS)
-    assert "output/mine already has a run: this one goes to output/mine_2" in second.output, second.output
+    assert "output/mine already has a run, so this one goes to output/mine_2" in second.output, second.output
     assert (output / "model_best.pth").read_bytes() == weights and (here / "output/mine_2/model_best.pth").is_file()
     assert yaml.safe_load(chosen.read_text())["SOLVER"]["EPOCHS"] == 1
 
@@ -138,7 +138,7 @@ def test_check_data_reads_the_same_and_writes_nothing(here):
     assert result.exit_code == 0, result.output
     assert layouts.files_below(here.parent) == before
     assert "mine_train: 5 images" in result.output and "mine_val: 1 images" in result.output
-    assert "with so few images to validate on (1) the figures of two runs can hardly be compared" in result.output
+    assert "with so few validation images (1), the figures of two runs can hardly be compared" in result.output
     rows = [line.split() for line in result.output.splitlines()]
     assert ["class", "train", "val"] in rows and [row[0] for row in rows if row[0] in layouts.NAMES] == layouts.NAMES
 
@@ -155,7 +155,7 @@ def test_faults_of_a_split_that_is_drawn_are_headed_with_the_folder(here):
 
 def test_few_images_of_a_folders_own_split_are_noted(here):
     layouts.write_roboflow_voc(here.parent / "mine")
-    assert "with so few images to validate on (2) the" in call("check-data", "../mine").output
+    assert "with so few validation images (2), the" in call("check-data", "../mine").output
 
 
 def test_check_data_tells_which_images_were_almost_seen_in_training(here):
@@ -198,15 +198,15 @@ def overlapping_split(mine):
 
 
 BROKEN = {
-    "no labels": (no_labels, "error: ../mine has 6 images and no annotations that are known; put a COCO JSON"),
+    "no labels": (no_labels, "error: ../mine has 6 images and no annotations in a known format; put a COCO JSON"),
     "labels without images": (
         labels_without_images,
         "error: ../mine has annotations (5 files such as ../mine/obj_train_data/a.txt) but no images; put the images below",
     ),
     "two formats": (two_formats, "annotations in several formats: coco (../mine/labels.json); voc (../mine/VOC, splits"),
-    "a split that overlaps": (
+    "splits that overlap": (
         overlapping_split,
-        "in training and in validation: 1 image, such as ../mine/train/images/a.png, which is "
+        "in both training and validation: 1 image, such as ../mine/train/images/a.png, which is "
         "../mine/valid/images/copy_of_a.png; the figures would include images seen in training",
     ),
 }
@@ -265,17 +265,17 @@ def test_a_class_of_200_that_validation_lacks_is_told_and_no_fault(here, monkeyp
         (["train", "../none"], "there is no folder ../none"),
         (
             ["train", "../mine", "DATASETS.TEST", "[]"],
-            "DATASETS.TEST is empty: a run on a folder is evaluated",
+            "DATASETS.TEST is empty, but a run on a folder is evaluated",
         ),
         (["train", "../mine/annotations/mine.yaml"], "is not a folder; for a config: --config-file ../mine/annotations/mine.yaml"),
         (["train", "../mine", "SEED"], "the number of words is odd: SEED"),
         (["train", "../mine", "--format", "coko"], "did you mean 'coco'?"),
-        (["train", "../mine", "--eval-only"], "--eval-only evaluates weights of a config"),
-        (["train", "../mine", "OUTPUT_DIR", "../mine/out"], "is inside ../mine, into which nothing is written"),
+        (["train", "../mine", "--eval-only"], "--eval-only needs a config"),
+        (["train", "../mine", "OUTPUT_DIR", "../mine/out"], "is inside ../mine, where nothing may be written"),
         (["train", ".."], "OUTPUT_DIR output/"),
         (
             ["train", "--config-file", "quickstart/detr_peg.yaml", "--budget", "1h"],
-            "--new-split and --start belong to",
+            "--new-split and --start need",
         ),
         (["train", "../mine", "SOLVER.BASE_LR", "fast"], "SOLVER.BASE_LR"),
         (["train", "../mine", "--budget", "soon"], "'soon' is not a time such as 90s, 30m or 1h30m"),
@@ -306,8 +306,8 @@ def test_what_the_run_would_refuse_is_refused_before_steps_are_measured(words, s
 
 SRUN = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
 SEVERAL = [
-    ({"TORCHELASTIC_RUN_ID": "1"}, "each of the processes would choose for itself"),
-    ({**SRUN, "MASTER_ADDR": "node-a", "MASTER_PORT": "29500"}, "each of the processes would choose for itself"),
+    ({"TORCHELASTIC_RUN_ID": "1"}, "each process would choose its own settings"),
+    ({**SRUN, "MASTER_ADDR": "node-a", "MASTER_PORT": "29500"}, "each process would choose its own settings"),
     (SRUN, "this is one of 2 processes (srun), without MASTER_ADDR"),
 ]
 

@@ -275,7 +275,7 @@ def test_a_backbone_of_detectron2s_registry_by_name(d2, runs):
     assert len(losses_of(folder)) == 2
     with pytest.raises(ConfigError, match="MASK_PADDING"):
         runs("detectron2", "masked", **{**more, "MODEL__BACKBONE__MASK_PADDING": True})
-    with pytest.raises(WeightsError, match=r"'MODEL.RESNETS'.* to detectron2, whose DefaultPredictor reads it"):
+    with pytest.raises(WeightsError, match=r"'MODEL.RESNETS'.* for detectron2 .use its DefaultPredictor then."):
         Predictor.from_checkpoint(folder / "model_final.pth")
 
 

@@ -93,7 +93,7 @@ def test_a_backbone_that_cannot_mask_its_padding_is_refused(train):
     ending, _ = train(MODEL__BACKBONE__NAME="a_vit", MODEL__BACKBONE__STAGES=(4,), MODEL__BACKBONE__NORM="FrozenBN")
     assert ending.code == 2
     assert "backbone a_vit of detectron2 cannot keep the padding out of its features: " in ending.text
-    assert "set MODEL.BACKBONE.MASK_PADDING False" in ending.text
+    assert "set MODEL.BACKBONE.MASK_PADDING to False" in ending.text
 
 
 def test_nothing_is_written_into_the_folder_of_a_run_that_lives(tmp_path):

@@ -112,7 +112,7 @@ def test_what_these_trainers_have_nothing_for_is_refused(words):
     from cpvt_det.d2.lazy import lazy_config
 
     key = "SOLVER.AMP.DTYPE" if "AMP" in words[0] else words[0]
-    with pytest.raises(ConfigError, match=f"{key}: detectron2's trainers of LazyConfigs do not support it"):
+    with pytest.raises(ConfigError, match=f"{key}: detectron2's trainers for LazyConfigs do not support it"):
         lazy_config(DETR, words)
 
 

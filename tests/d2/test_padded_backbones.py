@@ -78,8 +78,8 @@ def test_the_pooling_of_the_stem_needs_a_module_of_its_own(monkeypatch):
 @pytest.mark.parametrize(
     ("norm", "message"),
     [
-        ("BN", r"statistics of the norm stem\.conv1\.norm count the padding in training; set its norm to FrozenBN"),
-        ("GN", r"its map of stride 32 changes with the padding; .*norm \(GroupNorm\) looks at all cells"),
+        ("BN", r"in training, the statistics of the norm stem\.conv1\.norm include the padding; set its norm to FrozenBN"),
+        ("GN", r"its map of stride 32 changes with the padding; .*norm \(GroupNorm\) uses all cells"),
     ],
 )
 def test_norms_over_the_map_are_refused(norm, message):

@@ -96,8 +96,8 @@ def test_maps_have_the_shapes_that_they_declare():
 @pytest.mark.parametrize(
     ("words", "error", "message"),
     [
-        (["MODEL.BACKBONE.STAGES", (3, 5)], ConfigError, r"stages one after another, such as .*, got \(3, 5\)"),
-        (["MODEL.BACKBONE.STAGES", (-1, 0)], ConfigError, "first stride is a power of 2"),
+        (["MODEL.BACKBONE.STAGES", (3, 5)], ConfigError, r"needs consecutive stages, such as .*, got \(3, 5\)"),
+        (["MODEL.BACKBONE.STAGES", (-1, 0)], ConfigError, "first stride must be a power of 2"),
         (["MODEL.BACKBONE.POSITION.NAME", "pge"], ConfigError, "unknown position encoding 'pge'"),
         (["MODEL.BACKBONE.WEIGHTS", "nowhere.pth"], WeightsError, "is a file of weights, got 'nowhere.pth'"),
     ],

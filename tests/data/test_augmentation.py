@@ -382,7 +382,7 @@ def test_a_run_that_is_all_closed_is_warned_of(drawn_cfg, caplog):
     drawn_cfg.SOLVER.EPOCHS = 3.0
     drawn_cfg.INPUT.AUGMENTATIONS, drawn_cfg.INPUT.CLOSE_EPOCHS = ["MixUp"], 3.0
     load_splits(drawn_cfg)
-    assert "INPUT.CLOSE_EPOCHS 3 is as long as the run: no images are mixed" in caplog.text
+    assert "INPUT.CLOSE_EPOCHS 3 covers the whole run, so no images are mixed" in caplog.text
     caplog.clear()
     drawn_cfg.INPUT.CLOSE_EPOCHS = 2.0
     load_splits(drawn_cfg)
@@ -445,7 +445,7 @@ def test_grey_images_are_mixed_with_coloured_ones(tmp_path):
         ([["Mosaic", {"zoom": [0.5, 1]}]], r"'Mosaic': zoom must be a range \[low, high\] from at least 1, got"),
         ([["MixUp", {"share": [0.5]}]], r"'MixUp': share must be a range"),
         ([["RandomApply", {"p": 0.5}]], r"'RandomApply' needs transforms, a list like INPUT\.AUGMENTATIONS, got None"),
-        ([["RandomChoice", {"transforms": ["MixUp"]}]], r"'MixUp' mixes images and cannot be in 'RandomChoice'"),
+        ([["RandomChoice", {"transforms": ["MixUp"]}]], r"'MixUp' mixes images, so it cannot be inside 'RandomChoice'"),
         ([["RandomChoice", {"transforms": ["Mixup"]}]], r"unknown augmentation 'Mixup' \(did you mean 'MixUp'"),
         (
             [["RandomCrop", {"size": [500, 500]}]],
@@ -469,7 +469,7 @@ def test_what_cannot_be_had_is_refused_before_the_run(drawn_cfg, entries, messag
     [
         ({"CLOSE_EPOCHS": 2.0}, r"INPUT\.CLOSE_EPOCHS is 2\.0, but no augmentation of INPUT\.AUGMENTATIONS mixes images"),
         ({"CLOSE_EPOCHS": -1.0}, r"INPUT\.CLOSE_EPOCHS must be at least 0, got -1"),
-        ({"MIN_VISIBLE": 1.5}, r"INPUT\.MIN_VISIBLE must be a share from 0 to 1, got 1\.5"),
+        ({"MIN_VISIBLE": 1.5}, r"INPUT\.MIN_VISIBLE must be a fraction from 0 to 1, got 1\.5"),
     ],
 )
 def test_keys_beside_the_list_that_cannot_apply_are_refused(drawn_cfg, keys, message):

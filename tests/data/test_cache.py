@@ -188,7 +188,7 @@ def test_a_kept_file_that_is_damaged_is_made_again(large, tmp_path, left):
 def test_a_folder_that_cannot_be_written_to_costs_only_time(large, tmp_path, caplog):
     (tmp_path / "file").touch()
     assert all_of(read_coco(large, cache=tmp_path / "file")) == all_of(read_coco(large))
-    assert "Annotations are not kept in" in caplog.text
+    assert "Annotations cannot be cached in" in caplog.text
 
 
 def test_only_the_usual_number_of_examples_is_kept(large, tmp_path):

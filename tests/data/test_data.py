@@ -170,7 +170,7 @@ def test_a_box_that_an_image_has_twice_is_there_once(tmp_path, monkeypatch):
         monkeypatch.setattr(annotations, "FACTOR", factor)
         dataset = load_changed(tmp_path, change)
         assert len(dataset.records.boxes()[1]) == 5
-        assert dataset.issues.infos["boxes that an image has twice, of one class, left out"].examples == [
+        assert dataset.issues.infos["boxes that repeat another one of the same image and class, left out"].examples == [
             "annotations[5] (id 5, image 1)",
             "annotations[6] (id 6, image 1)",
         ]
@@ -438,5 +438,5 @@ def test_split_without_any_object_is_refused(drawn_cfg, drawn_coco, split):
 @pytest.mark.parametrize("names", [(), "drawn"])
 def test_split_without_data_sets_is_refused(drawn_cfg, names):
     drawn_cfg.DATASETS.TRAIN = names
-    with pytest.raises(ConfigError, match=r"DATASETS\.TRAIN should list data sets, as in"):
+    with pytest.raises(ConfigError, match=r"DATASETS\.TRAIN must list the names of data sets, as in"):
         load_splits(drawn_cfg)

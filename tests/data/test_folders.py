@@ -246,7 +246,7 @@ def test_a_layout_is_read_as_the_images_that_it_was_written_from(kind, tmp_path)
     else:
         assert train | val == {*TRAIN, *VAL} and not train & val and val
         assert all(any(name in [box[0] for box in got[image]] for image in part) for part in (train, val) for name in NAMES)
-        assert len(found.written) == 2 and any("split drawn by seed 0" in note for note in found.notes)
+        assert len(found.written) == 2 and any("split drawn with seed 0" in note for note in found.notes)
 
 
 @pytest.mark.parametrize("kind", WITH_SPLIT)
@@ -286,7 +286,7 @@ def test_splits_with_different_classes_become_one_list(tmp_path):
     rows, notes = count_classes({"train": train, "val": val})
     assert rows == [("cat", 2, 1), ("dog", 2, 0)]
     assert notes == ["val has no object of 1 of 2 classes, whose AP is not measured: dog"]
-    with pytest.raises(DataError, match=r"in training and in validation: 1 image, such as .*train/c.png, which is .*valid/c.png"):
+    with pytest.raises(DataError, match=r"in both training and validation: 1 image, such as .*train/c.png, which is .*valid/c.png"):
         refuse_overlap(train, val)
 
 
@@ -322,7 +322,7 @@ def test_a_format_of_ones_own_comes_first(tmp_path):
         write(tmp_path / "mine/deeper/own.list", "")
         assert boxes_of(read(tmp_path, tmp_path / "out")[1]) == BOXES
         write(tmp_path / "other/own.list", "")
-        with pytest.raises(DataError, match=r"several folders in the format own: .*mine, .*other; name one of them instead of"):
+        with pytest.raises(DataError, match=r"several folders in the format own: .*mine, .*other; give one of them instead of"):
             name_datasets(tmp_path, tmp_path / "out")
         FORMAT_REGISTRY._obj_map.pop("own")
         register_format("own", lambda path: path.name == "own.list")(read_own)
@@ -335,19 +335,20 @@ def test_a_format_of_ones_own_comes_first(tmp_path):
     ("make", "message"),
     [
         (lambda folder: None, "there is no folder .*mine"),
-        (lambda folder: draw(folder / "a.png", "a"), "has 1 images and no annotations that are known; put a COCO JSON"),
+        (lambda folder: draw(folder / "a.png", "a"), "has 1 images and no annotations in a known format; put a COCO JSON"),
         (
             lambda folder: [draw(folder / "train" / name / "a.png", "a") for name in ("cat", "dog")],
-            "has 2 images and .* beside them; for images in a folder of their class, train a classifier: --config-file quickstart/",
+            "has 2 images and .* beside them; if each class has its own folder of images, train a classifier: --config-file "
+            "quickstart/",
         ),
-        (lambda folder: write(folder / "notes.txt", "nothing"), "has no images and no annotations that are known"),
+        (lambda folder: write(folder / "notes.txt", "nothing"), "has no images and no annotations in a known format"),
         (
             lambda folder: [write_cvat(folder), write_json_beside(folder)],
             r"several formats: coco \(.*labels.json\); cvat \(.*--format coco",
         ),
         (
             lambda folder: [write_coco(folder), write(folder / "old_train.json", coco(TRAIN))],
-            r"train2017/a.png is in .*instances_train2017.json and in .*old_train.json; keep one, or name the sets",
+            r"train2017/a.png is in .*instances_train2017.json and in .*old_train.json; keep one, or name the data sets",
         ),
         (
             lambda folder: [write(folder / "c/a.txt", yolo("a")), draw(folder / "x/a.png", "a"), draw(folder / "y/a.png", "a")],
@@ -368,11 +369,12 @@ def test_a_format_of_ones_own_comes_first(tmp_path):
         ),
         (
             lambda folder: [draw(folder / "a.png", "a"), write(folder / "data.yaml", "train: there/images\nval: x\nnames: [a]\n")],
-            "split 'train' is there/images, but .*there/images does not exist; write its path relative to the folder of the file",
+            "split 'train' is there/images, but .*there/images does not exist; write its path relative to the folder of this YAML "
+            "file",
         ),
         (
             lambda folder: [write_labelimg_yolo(folder), write(folder / "more/classes.txt", "dog\ncat\n")],
-            "classes.txt and .*more/classes.txt have different class names, or another order; keep the one that is right",
+            "classes.txt and .*more/classes.txt list different class names, or the same in a different order; keep the correct one",
         ),
         (
             lambda folder: [write_roboflow_yolo(folder), shutil.rmtree(folder / "train")],
@@ -384,7 +386,7 @@ def test_a_format_of_ones_own_comes_first(tmp_path):
         ),
         (
             lambda folder: [draw(folder / "a.png", "a"), write(folder / "a.txt", "3000000 0.5 0.5 0.1 0.1")],
-            "a.txt, line 1: class 3000000, but no file has the names of the classes",
+            "a.txt, line 1: found class 3000000, but no file lists the class names",
         ),
     ],
 )
@@ -398,7 +400,7 @@ def test_an_unknown_format_is_named(tmp_path):
     write_coco(tmp_path / "mine")
     with pytest.raises(UnknownNameError, match=r"unknown data format \(--format\) 'coko' \(did you mean 'coco'\?\)"):
         name_datasets(tmp_path / "mine", tmp_path / "out", "coko")
-    with pytest.raises(DataError, match="has nothing in the format voc"):
+    with pytest.raises(DataError, match="has no annotations in the format voc"):
         name_datasets(tmp_path / "mine", tmp_path / "out", "voc")
 
 
@@ -428,11 +430,13 @@ def test_what_a_yolo_file_names_in_vain_is_noted(tmp_path):
     notes = name_datasets(tmp_path / "mine", tmp_path / "out").notes
     assert [note for note in notes if note.startswith("not read: ")] == [
         f"not read: {tmp_path}/mine/data.yaml: split 'test' is ../test/images, but {tmp_path}/mine/../test/images does not exist; "
-        "write its path relative to the folder of the file"
+        "write its path relative to the folder of this YAML file"
     ]
     write_cvat_yolo(tmp_path / "other")
     notes = name_datasets(tmp_path / "other", tmp_path / "out").notes
-    assert f"not read: {tmp_path}/other/train.txt; a data.yaml with train: and val: makes a split of such lists" in notes
+    assert (
+        f"not read: {tmp_path}/other/train.txt; to use such lists as splits, name them in a data.yaml with train: and val:" in notes
+    )
 
 
 def test_images_that_no_annotation_names_are_noted(tmp_path):
@@ -599,7 +603,7 @@ def test_jsons_keep_their_split_where_the_images_are_in_one_folder(tmp_path):
     train, val = read_folder(tmp_path / "mine")
     assert boxes_of([train]).keys() == set(TRAIN) and boxes_of([val]).keys() == set(VAL)
     assert (
-        "split by names of files and folders: 4 images for train, 2 images for val"
+        "split by the names of files and folders: 4 images for train, 2 images for val"
         in name_datasets(tmp_path / "mine", tmp_path).notes
     )
 
@@ -662,7 +666,7 @@ def test_all_lists_of_a_split_are_read_and_others_are_told(tmp_path):
     assert boxes_of([train]).keys() == set("abcd") and boxes_of([val]).keys() == set("ef")
     write(tmp_path / "mine/ImageSets/Main/extra.txt", "a")
     notes = name_datasets(tmp_path / "mine", tmp_path / "out").notes
-    assert "not read: splits extra; name them in a config, or divide all with --new-split" in notes
+    assert "not read: splits extra; name them in a config, or split all images anew with --new-split" in notes
 
 
 def test_classes_of_one_id_are_refused(tmp_path):
@@ -686,7 +690,7 @@ def test_polygons_of_three_points_stay_polygons_beside_others(tmp_path):
     ((name, *box),) = boxes_of(read_folder(tmp_path / "mine"))["a"]
     np.testing.assert_allclose(box, [0.5 * SIZE[1], 0.5 * SIZE[0], 0.4 * SIZE[1], 0.5 * SIZE[0]], atol=1e-4)
     write(tmp_path / "mine/a.txt", "0 .5 .5 .1 .1 .3 .3 2 .4 .4 2")
-    with pytest.raises(DataError, match="lines that are no polygons: .*keypoints need kpt_shape in data.yaml"):
+    with pytest.raises(DataError, match="lines that are not polygons: .*keypoints need kpt_shape in data.yaml"):
         read_folder(tmp_path / "mine")
 
 

@@ -163,7 +163,7 @@ def test_xml_beside_images_and_a_list_of_classes_will_do(tmp_path):
 @pytest.mark.parametrize(
     ("line", "heading", "detail"),
     [
-        ("7 0.5 0.5 0.1 0.1", "classes that have no name", "041.txt, line 1: class 7; names are those of 0 to 2"),
+        ("7 0.5 0.5 0.1 0.1", "classes that have no name", "041.txt, line 1: class 7; there are names for 0 to 2"),
         (
             "0.5 0.5 0.5 0.1 0.1",
             "classes that are not whole numbers",
@@ -179,8 +179,12 @@ def test_xml_beside_images_and_a_list_of_classes_will_do(tmp_path):
         ("0 nan 0.5 0.1 0.1", "lines that are not numbers", "041.txt, line 1"),
         ("0 0.5 inf 0.1 0.1", "lines that are not numbers", "041.txt, line 1"),
         ("0,5,5,1,1", "lines that are not numbers", "041.txt, line 1: '0,5,5,1,1'; expected class cx cy w h"),
-        ("0 30 22.5 20 12", "boxes that are not shares of the image", "041.txt, line 1: [30.0, 22.5, 20.0, 12.0]; expected centre"),
-        ("0 0.5 0.5 2.1 0.1", "boxes that are not shares of the image", "041.txt, line 1"),
+        (
+            "0 30 22.5 20 12",
+            "boxes that are not fractions of the image",
+            "041.txt, line 1: [30.0, 22.5, 20.0, 12.0]; expected centre",
+        ),
+        ("0 0.5 0.5 2.1 0.1", "boxes that are not fractions of the image", "041.txt, line 1"),
     ],
 )
 def test_faults_are_found_by_file_and_line(tmp_path, line, heading, detail):

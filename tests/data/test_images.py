@@ -86,7 +86,7 @@ def test_a_limit_of_pixels_is_of_all_formats_and_can_be_raised(tmp_path, monkeyp
                 read(path)
             assert str(caught.value) == (
                 f"cannot read image {path}: Image size (200 pixels) exceeds limit of 100 pixels, could be decompression bomb DOS "
-                "attack; if you trust it, set CPVT_DET_MAX_PIXELS in the environment to as many pixels"
+                "attack; if you trust it, set the environment variable CPVT_DET_MAX_PIXELS to as many pixels"
             )
         with monkeypatch.context() as raised:
             raised.setattr(Image, "MAX_IMAGE_PIXELS", 50)
@@ -171,7 +171,7 @@ def test_image_of_another_size_than_annotated_names_itself(tmp_path):
     Image.new("RGB", (20, 10)).save(tmp_path / "a.png")
     record = ImageRecord(str(tmp_path / "a.png"), 77, 20, 10, np.zeros((0, 4), np.float32), np.zeros(0, np.int64))
     with pytest.raises(
-        DataError, match=r"a\.png \(id 77\) has 20 x 10 pixels after turning by EXIF, but 10 x 20 in the annotations"
+        DataError, match=r"a\.png \(id 77\) has 20 x 10 pixels after rotation by EXIF, but 10 x 20 in the annotations"
     ):
         Mapper(RandomShortSide([0], None), with_targets=False)(record)
 

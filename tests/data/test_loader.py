@@ -181,7 +181,7 @@ def test_a_daemonic_process_reads_images_itself(dataset, monkeypatch, caplog):
     expected = list(islice(make_loader(dataset), 3))
     monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)
     assert_same_batches(expected, list(islice(make_loader(dataset, num_workers=2), 3)))
-    assert "This process is daemonic and may start no others: it reads images itself" in caplog.text
+    assert "This process is a daemon and cannot start others, so it reads the images itself" in caplog.text
 
 
 def test_loader_continues_from_an_iteration(dataset):
@@ -303,7 +303,7 @@ def test_loaders_of_the_config_give_batches_a_detector_takes(drawn_cfg):
     ("key", "value", "message"),
     [
         ("SOLVER.IMS_PER_BATCH", 0, "batch of 0 images"),
-        ("INPUT.FORMAT", "BGR", r"INPUT\.FORMAT is 'BGR'; our loader reads RGB"),
+        ("INPUT.FORMAT", "BGR", r"INPUT\.FORMAT is 'BGR', but the data loader reads only RGB"),
         ("INPUT.RANDOM_FLIP", "vertical", r"unknown INPUT\.RANDOM_FLIP 'vertical'; known: horizontal, none"),
     ],
 )

@@ -297,7 +297,7 @@ def test_an_interrupted_drawing_is_refused_until_it_is_removed(tmp_path, monkeyp
     assert files_of(tmp_path / "cut") == files_of(tmp_path / "whole")
 
 
-REFUSED = "exists and is not this data set, complete and with the same parameters; remove it or choose another folder"
+REFUSED = "exists, but is not a complete copy of this data set with the same parameters; remove it or choose another folder"
 
 
 @pytest.mark.parametrize("other", [{"num_train": 2}, {"seed": 1}, {"spec": ShapesSpec(scale=2)}])

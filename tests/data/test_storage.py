@@ -260,7 +260,7 @@ def test_a_server_that_is_away_is_waited_for_once(tmp_path, away):
     assert dataset.issues.faults["image files that cannot be read"].count == len(set(tried)) == 1000 - len(dataset.records)
     (heading,) = dataset.issues.errors  # nothing that DATASETS.ON_BAD drop would leave out
     assert dataset.issues.errors[heading].count == len(dataset.records)
-    assert heading == "images not tried, as no image could be read for 30 seconds"
+    assert heading == "images not tried, because no image could be read for 30 seconds"
 
 
 def test_some_images_that_cannot_be_reached_are_waited_for_once(tmp_path, away):

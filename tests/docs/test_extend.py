@@ -64,9 +64,9 @@ def test_a_part_of_ones_own_is_trained_and_loaded(module, drawn_coco, tmp_path):
         write_deeppcb(tmp_path)
         words += ["DATASETS.REGISTER", "[['drawn', 'pcb', 'trainval']]"]
         checked = run(tmp_path, "check-data", "pcb", "--import", module)  # as a folder; its splits overlap
-        assert "pcb_train: 2 images" in checked.stdout and "in training and in validation: 1 image," in checked.stdout
+        assert "pcb_train: 2 images" in checked.stdout and "in both training and validation: 1 image," in checked.stdout
         assert (
-            "in training and in validation: 1 image," in run(tmp_path, "check-data", ".", "--import", module).stdout
+            "in both training and validation: 1 image," in run(tmp_path, "check-data", ".", "--import", module).stdout
         )  # as a clone has it
     ended = run(tmp_path, "train", "--import", module, "--runner", "builtin", "--config-file", "_detectron2.yaml", *words)
     assert ended.returncode == 0, ended.stderr

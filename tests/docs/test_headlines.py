@@ -143,10 +143,11 @@ def test_what_one_section_says_of_p_is_that_of_the_records(encodings):
     require(
         text,
         [
-            f"Unpaired p is {unpaired(encodings.values(EACH), encodings.values('longer/sine')):.3f}, corrected in its column",
+            f"unpaired p is {unpaired(encodings.values(EACH), encodings.values('longer/sine')):.3f}, or",
+            "corrected in its column",
             f"over the whole study (unpaired {by_welch:.3f}, paired {by_seed:.3f})",
             f"(unpaired {unpaired(*second):.4f})",
-            f"Its runs have {ranges[0]}, sine's {ranges[1]}.",
+            f"Its runs reach {ranges[0]} AP, sine's {ranges[1]}.",
         ],
     )
 
@@ -188,7 +189,7 @@ def test_the_first_screen_of_the_results_is_that_of_the_records(quickstart, mech
         f"[{min(means):.1f} to {max(means):.1f}]",
         f"exceeds {largest:.1f} AP",
         f"[AP {cells[0]:.1f} ± {cells[1]:.1f}](#bccd-205-blood-cell-images)",
-        f"in as much time, {before[0]:.1f} ± {before[1]:.1f}",
+        f"The earlier model reached {before[0]:.1f} ± {before[1]:.1f} in the same time",
     ]
     require(text, phrases)
     require(part_of("README.md"), [f"AP {interval(runs)[0]:.1f} (one thread, mean of 3 seeds: {runs[0]:.1f} to {runs[-1]:.1f})"])
@@ -217,7 +218,7 @@ def test_who_is_first_in_the_quickstart_is_that_of_the_records(quickstart):
     group = quickstart.plan.group("encodings")
     reached = iterations_to(curves_of(quickstart.plan, group, quickstart.groups["encodings"])["iteration"])
     first = [level for level in reached["peg"] if _first(reached, level) == "peg"]
-    require(part_of("docs/results.md", end="\n## Overfitting"), ["first to 35, 40, 45 and 50 AP"])
+    require(part_of("docs/results.md", end="\n## Overfitting"), ["the first to reach 35, 40, 45 and 50 AP"])
     assert first == [35, 40, 45, 50]
     pairs = {
         (name, level): (found, reached["peg"][level])
@@ -227,13 +228,13 @@ def test_who_is_first_in_the_quickstart_is_that_of_the_records(quickstart):
     }
     by_seed = dict(zip(pairs, holm([paired(*pair)[2] for pair in pairs.values()]), strict=True))
     remain = {name: p for name, p in by_seed.items() if p < 0.05}
-    text = part_of("docs/results.md", start="- **Whether PEG is faster is not settled.**", end="- At 50 its lead")
+    text = part_of("docs/results.md", start="- **Whether PEG learns faster is not settled.**", end="- At AP 50 its lead")
     both, none = remain.pop(("sine_offset+peg", 40)), remain.pop(("none", 35))
     assert not remain and min(unpaired(*pair) for pair in pairs.values()) > 0.05
     welch = [unpaired(*pairs[name, 40]) for name in ("sine_offset+peg", "none")]
     phrases = [
-        f"Of the {len(pairs)} differences none has an unpaired p below 0.05 (these two {welch[0]:.2f} and {welch[1]:.2f})",
-        f"`sine_offset+peg` to 40 ({both:.3f}) and `none` to 35 ({none:.3f})",
+        f"None of the {len(pairs)} differences has an unpaired p below 0.05 (these two have {welch[0]:.2f} and {welch[1]:.2f})",
+        f"over `sine_offset+peg` at AP 40 (p {both:.3f}) and over `none` at AP 35 ({none:.3f})",
         f"after {_mean(reached['peg'][40.0], ',.0f')} iterations",
     ]
     require(text, phrases)
@@ -261,12 +262,12 @@ def test_what_is_said_of_the_mechanisms_is_what_the_records_say(mechanisms):
         f"by seed it has {_listed(runs['together'])}, and with NMS {_listed(shipped)}",
         f"{gains[0]:.1f} and {gains[1]:.1f} above `today`",
         f"at half of the time the lead is {early[0]:.1f} and {early[1]:.1f}",
-        f"where it has {shipped[0]:.1f}: two images a step {further['two images']:.1f}",
-        f"a learning rate of 3e-3 {further['rate 3e-3']:.1f}, twice the weight of the boxes' losses {further['boxes twice']:.1f}",
-        f"40 pairs of denoising queries {further['40 pairs']:.1f}",
-        f"AP {middle[0]:.1f} at half of the time, where 40 pairs have {middle[1]:.1f}",
-        f"and {sum(average) / 3:.1f} at the end, where they have {sum(pairs) / 3:.1f}",
-        f"{hours:.1f} by their records",
+        f"with 20 pairs (AP {shipped[0]:.1f}): two images a step ({further['two images']:.1f})",
+        f"a learning rate of 3e-3 ({further['rate 3e-3']:.1f}), twice the weight of the box losses ({further['boxes twice']:.1f})",
+        f"40 pairs of denoising queries ({further['40 pairs']:.1f}",
+        f"AP {middle[0]:.1f} at half of the time (without it {middle[1]:.1f})",
+        f"but {sum(average) / 3:.1f} at the end (without it {sum(pairs) / 3:.1f})",
+        f"their records add up to {hours:.1f}",
     ]
     require(text, phrases)
 
@@ -307,14 +308,15 @@ def test_the_first_screen_of_the_classifiers_page_is_that_of_the_records(classif
     phrases = [
         f"(top-1 {top1['sine']}, {top1['rope']} and {top1['5 pegs']}), then one PEG ({top1['peg']})",
         f"learned table ({top1['table']}), no encoding ({top1['none']})",
-        f"has +{classifiers.difference('main/peg', 'main/table')} (p {by_itself:.3f}, after correction for the",
-        f"{len(classifiers.of_ap)} comparisons of the study {of_one[0]:.3f}), five PEGs",
-        f"five PEGs +{classifiers.difference('main/5 pegs', 'main/table')} ({of_five[0]:.3f})",
+        f"leads by {classifiers.difference('main/peg', 'main/table')} (p {by_itself:.3f}, or",
+        f"or {of_one[0]:.3f} after correction for the {len(classifiers.of_ap)} comparisons of the study), five PEGs",
+        f"five PEGs by {classifiers.difference('main/5 pegs', 'main/table')} ({of_five[0]:.3f})",
         f"sines {at_twice['sine']}, five PEGs {at_twice['5 pegs']}, table {at_twice['table']}, one PEG {at_twice['peg']}, rotary",
         f"rotary positions {at_twice['rope']}",
         f"Of {len(classifiers.of_ap)} differences of top-1, {len(remain)} remain",
         f"five PEGs ({of_five[1]:.3f}), sines and rotary positions",
-        f"Of {len(classifiers.on_sweeps)} differences at other sizes {len(on_sweeps)} remain: {len(on_sweeps) - 1} to no encoding",
+        f"Of {len(classifiers.on_sweeps)} differences at other sizes, {len(on_sweeps)} remain: ",
+        f"{len(on_sweeps)} remain: {len(on_sweeps) - 1} are from no encoding",
     ]
     require(text, phrases)
     helped = {(f"main/{name}", "main/none") for name in ("sine", "rope", "peg", "5 pegs", "table+peg")}
@@ -359,8 +361,8 @@ def test_what_is_said_of_sine_on_photographs_is_that_of_the_records():
     on_cells, p_on_cells = difference("bccd_10m", "AP50")
     phrases = [
         f"{on_fish}, so three seeds do not settle it (p {p:.2f}; unpaired {unpaired(of_sine, of_peg):.2f})",
-        f"that of AP is {difference('aquarium_30m', 'AP')[0]}",
-        f"**On the blood cells there is none**: {on_cells} AP50 (p {p_on_cells:.2f}), {difference('bccd_10m', 'AP')[0]} AP.",
+        f"in AP it is {difference('aquarium_30m', 'AP')[0]}",
+        f"**On the blood cells neither leads**: {on_cells} AP50 (p {p_on_cells:.2f}), {difference('bccd_10m', 'AP')[0]} AP.",
     ]
     assert on_cells.startswith("+") and p_on_cells > 0.05
     require(part_of("docs/small_data.md", start="## PEG or sine"), phrases)
@@ -370,7 +372,7 @@ def test_what_random_weights_cost_is_that_of_the_records():
     paths = (ROOT / f"benchmarks/results/small_data/aquarium_10m_sine_{name}0.json" for name in ("without_weights_", ""))
     without, with_them = (json.loads(path.read_text(encoding="utf-8"))["AP50"] for path in paths)
     network = "a pretrained EfficientNet-Lite0"
-    assert f"AP50 was {without:.0f} after ten minutes, with a small ResNet, and {with_them:.0f} with {network}" in COSTS
+    assert f"AP50 after ten minutes was {without:.0f} with a small ResNet and {with_them:.0f} with {network}" in COSTS
 
 
 def test_what_the_readme_says_of_small_data_is_that_of_the_records():

@@ -31,7 +31,7 @@ def test_without_a_right_detection_there_are_no_thresholds():
     assert evaluator.thresholds() == Thresholds(None, (None, None, None))
     evaluator.add(42, detections((1, 0.9, *CAT)))
     assert evaluator.thresholds() == Thresholds(None, (None, None, None))
-    assert evaluator.thresholds().describe(("cat", "dog", "toothbrush")) == "none, as no detection is right"
+    assert evaluator.thresholds().describe(("cat", "dog", "toothbrush")) == "none, because no detection is correct"
 
 
 def test_thresholds_become_plain_values_and_back():

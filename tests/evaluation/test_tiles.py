@@ -51,7 +51,7 @@ def test_tiles_by_hand():
         ((31,), ValueError, "the side of a tile must be a whole number of at least 32 pixels, got 31"),
         ((640.0,), ValueError, "a whole number of at least 32 pixels, got 640.0"),
         ((True,), ValueError, "a whole number of at least 32 pixels, got True"),
-        ((640, 1.0), ValueError, r"a share of their side from 0 to below 1, got 1.0"),
+        ((640, 1.0), ValueError, r"a fraction of their side, from 0 to below 1, got 1.0"),
         ((640, -0.1), ValueError, r"to below 1, got -0.1"),
         ((640, math.nan), ValueError, r"to below 1, got nan"),
         ((640, 0.2, "iou"), UnknownNameError, r"unknown way to merge tiles 'iou' .*known: ios, nms"),

@@ -87,7 +87,7 @@ def test_an_exported_file_is_evaluated_like_its_checkpoint(run, file, tmp_path):
     assert result.exit_code == 0, result.output
     sizes = json.loads((tmp_path / "sizes/sizes.json").read_text())
     assert "bbox" in sizes["32"] and "bbox" not in sizes["96"]  # larger than the program's canvas
-    assert f"96: {file} takes canvases of 64x64, and these images need" in (tmp_path / "sizes/sizes.md").read_text()
+    assert f"96: {file} has a fixed canvas of 64x64, but these images need" in (tmp_path / "sizes/sizes.md").read_text()
 
 
 def test_an_exported_file_predicts_like_its_checkpoint(run, file, tmp_path):
@@ -115,7 +115,10 @@ def test_a_predictor_has_names_and_thresholds_of_the_file(run, file, tmp_path):
 
 @pytest.mark.parametrize("key", [["MODEL.DETR.NUM_OBJECT_QUERIES", "9"], ["TEST.DETECTIONS_PER_IMAGE", "9"], ["TEST.NMS", "0.5"]])
 def test_what_is_fixed_in_a_program_cannot_be_set(run, file, tmp_path, key):
-    said = f"{file} is an exported program, in which {key[0]} is fixed; leave it as it is, or set it in cpvt-det export"
+    said = (
+        f"{file} is an exported program, in which {key[0]} is fixed; leave this key unchanged, or set it when you run cpvt-det "
+        "export"
+    )
     for command in (
         ["predict", file, "--input", run.image(7), "--output", tmp_path / "out"],
         ["eval", file, "--runner", "builtin"],
@@ -129,14 +132,14 @@ def test_an_image_larger_than_the_canvas_is_refused(run, file, tmp_path):
     result = call("predict", file, *words)
     assert result.exit_code == 2
     assert result.output.strip().splitlines()[-1] == (
-        f"error: {file} takes canvases of 64x64, and these images need 64x176; export it with a larger --size, or set smaller "
-        "images in INPUT"
+        f"error: {file} has a fixed canvas of 64x64, but these images need 64x176; export it again with a larger --size, or set a "
+        "smaller image size in INPUT"
     )
 
 
 def test_a_program_does_not_stand_for_weights(run, file, tmp_path):
     """Where tensors are needed: training, other exports, conversion, and pictures of attention."""
-    said = f"{file} is an exported program, which predict and eval run; here give the checkpoint that it was exported from"
+    said = f"{file} is an exported program, which works in predict and eval; here, give the checkpoint that it was exported from"
     commands = (
         ["export", file, "--format", "torch_export", "--output", tmp_path / "other.pt2"],
         ["convert-weights", file, tmp_path / "other.pth"],
@@ -147,7 +150,7 @@ def test_a_program_does_not_stand_for_weights(run, file, tmp_path):
         result = call(*command)
         assert result.exit_code == 2 and said in result.output, (command, result.output)
     cfg = load_cfg(str(run.folder / "config.yaml"), ["MODEL.WEIGHTS", str(file), "OUTPUT_DIR", str(tmp_path / "run")])
-    with pytest.raises(WeightsError, match="is an exported program, which predict and eval run"):
+    with pytest.raises(WeightsError, match="is an exported program, which works in predict and eval"):
         run_config(cfg)
 
 
@@ -155,7 +158,9 @@ def test_other_classes_and_devices_are_refused(run, file):
     cfg = load_cfg(str(run.folder / "config.yaml"), ["MODEL.WEIGHTS", str(file)])
     known = Predictor.from_checkpoint(run.weights, device="cpu").classes
     load_for_evaluation(cfg, known)
-    with pytest.raises(WeightsError, match=r"has other classes than the data, or in another order: .*; evaluate the checkpoint"):
+    with pytest.raises(
+        WeightsError, match=r"and the data have different classes, or list them in a different order: .*; evaluate the checkpoint"
+    ):
         load_for_evaluation(cfg, Classes(known.ids, known.names[::-1]))
     with pytest.raises(ConfigError, match=r"abacus"):
         Predictor.from_checkpoint(file, device="abacus")
@@ -182,7 +187,10 @@ def test_an_onnx_file_of_another_project_is_refused(tmp_path):
     pytest.importorskip("onnxscript")
     pytest.importorskip("onnxruntime")
     torch.onnx.export(nn.Identity(), (torch.zeros(1),), tmp_path / "other.onnx", dynamo=True, verbose=False)
-    with pytest.raises(WeightsError, match=r"other.onnx is not a file of cpvt-det export, or is an older one: .*; export it again"):
+    with pytest.raises(
+        WeightsError,
+        match=r"other.onnx was not written by cpvt-det export, or was written by an older version: .*; export it again",
+    ):
         Predictor.from_checkpoint(tmp_path / "other.onnx")
 
 
@@ -221,7 +229,7 @@ def test_a_program_of_one_shape_takes_batches_of_others():
     (found,) = model(batch.images, batch.padding_mask)
     assert calls == [(2, 3, 24, 16)] * 2
     assert found.tolist() == [[3 * 45.0, 45.0], [3 * 2 * 56.0, 56.0], [3 * 3 * 9.0, 9.0]]
-    with pytest.raises(MapSizeError, match="the program takes canvases of 24x16, and these images need 8x24"):
+    with pytest.raises(MapSizeError, match="the program has a fixed canvas of 24x16, but these images need 8x24"):
         model(torch.zeros(1, 3, 8, 24), torch.zeros(1, 8, 24, dtype=torch.bool))
     free, calls = program(lambda images, mask: images.sum((1, 2, 3)))
     assert len(free(batch.images, batch.padding_mask)[0]) == 3 and calls == [(3, 3, 8, 16)]
@@ -327,7 +335,7 @@ def test_a_file_that_loses_more_is_refused(run, file, monkeypatch, after, allowe
     monkeypatch.setattr(export, "evaluate", lambda *_: {"bbox": {"AP": next(figures)}})
     trained = load_trained(run.weights, "cpu")
     with (
-        pytest.raises(RunStoppedError, match=r"loses (1\.50|nan) bbox/AP, --max-loss allows .*; no file was written")
+        pytest.raises(RunStoppedError, match=r"loses (1\.50|nan) bbox/AP, but --max-loss allows only .*; no file was written")
         if refused
         else contextlib.nullcontext()
     ):
@@ -340,7 +348,7 @@ def test_a_file_that_loses_more_is_refused(run, file, monkeypatch, after, allowe
         (["--format", "torch_export", "--int8"], "--int8 is for --format onnx and openvino"),
         (["--format", "onnx", "--int8", "--half"], "--int8 and --half exclude each other: leave one out"),
         (["--format", "onnx", "--max-loss", "-1"], "--max-loss must be 0 or more, got -1"),
-        (["--format", "torch_export", "--max-loss", "1"], "with --int8 or --max-loss its name must end in .onnx or .xml"),
+        (["--format", "torch_export", "--max-loss", "1"], "with --int8 or --max-loss, its name must end in .onnx or .xml"),
     ],
 )
 def test_options_that_cannot_be_are_refused_at_once(run, tmp_path, words, said):
@@ -349,7 +357,7 @@ def test_options_that_cannot_be_are_refused_at_once(run, tmp_path, words, said):
 
 
 def test_too_few_images_to_calibrate_on_are_refused(run):
-    with pytest.raises(BadInputError, match="--int8 needs at least 8 images to calibrate on; DATASETS.TRAIN has 5"):
+    with pytest.raises(BadInputError, match="--int8 needs at least 8 images for calibration, but DATASETS.TRAIN has 5"):
         export._calibration_images(load_trained(run.weights, "cpu"))
 
 

@@ -287,7 +287,8 @@ CASES = [
     DataCase(
         "all boxes within [0, 1]",
         normalised,
-        "boxes that are not in pixels: ...all 8 are within [0, 1]; bbox must be [x, y, width, height] in pixels, not in parts of",
+        "boxes that are not in pixels: ...all 8 are within [0, 1]; bbox must be [x, y, width, height] in pixels, not relative to "
+        "the image",
         guard=reader("if len(boxes) and (boxes[:, :2] + boxes[:, 2:]).max() <= 1:"),
     ),
     DataCase(
@@ -440,7 +441,7 @@ CASES = [
         "more boxes than queries",
         many_boxes,
         "images with more boxes than queries, so that some boxes cannot be learned: 1\n"
-        "    image 2: .../images/2.png has 11 boxes, there are 6 queries",
+        "    image 2: .../images/2.png has 11 boxes, but there are only 6 queries",
         0,
         guard=MANY_NOTED,
     ),
@@ -448,7 +449,7 @@ CASES = [
         "more boxes than detections",
         many_boxes_for(MODEL__DETR__NUM_OBJECT_QUERIES=20, TEST__DETECTIONS_PER_IMAGE=10),
         "images with more boxes than detections, so that some boxes cannot be found: 1\n"
-        "    image 2: .../images/2.png has 11 boxes, there are 20 queries and 10 detections",
+        "    image 2: .../images/2.png has 11 boxes, but there are only 20 queries and 10 detections",
         0,
         guard=MANY_NOTED,
     ),
@@ -456,7 +457,7 @@ CASES = [
         "more boxes in a validation image than queries",
         many_boxes_for(DATASETS__TRAIN=()),
         "images with more boxes than detections, so that some boxes cannot be found: 1\n"
-        "    image 2: .../images/2.png has 11 boxes, there are 6 queries and 100 detections",
+        "    image 2: .../images/2.png has 11 boxes, but there are only 6 queries and 100 detections",
         0,
         guard=MANY_NOTED,
     ),

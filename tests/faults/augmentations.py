@@ -78,13 +78,14 @@ CASES = [
     Case(
         "mixing inside of another augmentation",
         train(["RandomApply", {"transforms": ["Mosaic"]}]),
-        "INPUT.AUGMENTATIONS: 'Mosaic' mixes images and cannot be in 'RandomApply'; put it into the list itself, with its own p",
+        "INPUT.AUGMENTATIONS: 'Mosaic' mixes images, so it cannot be inside 'RandomApply'; put it directly into "
+        "INPUT.AUGMENTATIONS, with its own p",
         guard=built("if step.mixes and in_group:", "if False:"),
     ),
     Case(
         "INPUT.CLOSE_EPOCHS where no images are mixed",
         train("RandomPhotometricDistort", INPUT__CLOSE_EPOCHS=2),
-        "INPUT.CLOSE_EPOCHS is 2.0, but no augmentation of INPUT.AUGMENTATIONS mixes images; leave it at 0, or add one",
+        "INPUT.CLOSE_EPOCHS is 2.0, but no augmentation of INPUT.AUGMENTATIONS mixes images; set it to 0, or add one that does",
         guard=built("if last and not any(step.mixes for step in steps):", "if False:"),
     ),
     Case(

@@ -223,7 +223,8 @@ CASES = [
     Case(
         "an exported program where weights are needed",
         with_files(["detector.onnx"], "convert-weights", "detector.onnx", "other.pth"),
-        "detector.onnx is an exported program, which predict and eval run; here give the checkpoint that it was exported from",
+        "detector.onnx is an exported program, which works in predict and eval; here, give the checkpoint that it was exported "
+        "from",
         guard=Cut("checkpoint/weights.py", "if path.suffix in EXPORTED:", "if False:"),
     ),
     Case(
@@ -283,8 +284,7 @@ CASES = [
     Case(
         "weights that fit in part, --eval-only",
         weights(nothing, MODEL__DETR__NUM_OBJECT_QUERIES=5),
-        "fits only a part of the config's model, and evaluation needs all of it: "
-        "...keep random values in the rest with --allow-partial",
+        "fits only part of the config's model, but evaluation needs all of it: ...leave the rest random with --allow-partial",
         guard=Cut("checkpoint/initial.py", "if for_evaluation and report.is_partial and not allow_partial:", "if False:"),
     ),
     Case(

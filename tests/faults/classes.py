@@ -134,7 +134,7 @@ CASES = [
     Case(
         "weights of other classes evaluated",
         train_then_eval,
-        "fits only a part of the config's model, and evaluation needs all of it",
+        "fits only part of the config's model, but evaluation needs all of it",
         guard=Cut("checkpoint/load.py", " or None in self.rows_by_name.values()", ""),
     ),
     Case(

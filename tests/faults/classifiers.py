@@ -65,7 +65,8 @@ CASES = [
     Case(
         "test images smaller than a patch",
         with_keys(INPUT__CLASSIFY__TEST_SIZE=12),
-        "INPUT.CLASSIFY.TEST_SIZE makes images of 12 pixels, smaller than a patch of 16: use larger images, or set ...PATCH_SIZE",
+        "INPUT.CLASSIFY.TEST_SIZE allows images of 12 pixels, which is smaller than a patch (16 pixels): use larger images, or "
+        "change ...PATCH_SIZE",
         guard=Cut("builders/parts.py", "        if small:\n", "        if False:\n"),
     ),
     Case(
@@ -91,25 +92,25 @@ CASES = [
     Case(
         "MODEL.WEIGHTS with a table of another grid",
         from_weights("MODEL__WEIGHTS", **OTHER_GRID),
-        "has other shapes than the config's model: backbone.position.table is ...with, MODEL.BACKBONE.POSITION.GRID among them",
+        "has different shapes from the config's model: backbone.position.table is ...with, including MODEL.BACKBONE.POSITION.GRID",
         guard=SHAPES,
     ),
     Case(
         "MODEL.WEIGHTS of another size of model",
         from_weights("MODEL__WEIGHTS", **WIDER),
-        "has other shapes than the config's model: ...set the keys of MODEL that it was trained with",
+        "has different shapes from the config's model: ...set the MODEL keys to the values that it was trained with",
         guard=SHAPES,
     ),
     Case(
         "MODEL.WEIGHTS of a TNT in a DeiT",
         from_weights("MODEL__WEIGHTS", **TNT),
-        "has another backbone than MODEL.BACKBONE.NAME deit_tiny: it lacks ...such as backbone.patch_embed",
+        "has a different backbone from MODEL.BACKBONE.NAME deit_tiny: it lacks ...such as backbone.patch_embed",
         guard=Cut("checkpoint/initial.py", "if unexpected and 2 * len(missing) > len(own):", "if False:"),
     ),
     Case(
         "MODEL.BACKBONE.WEIGHTS of a ResNet's classifier",
         from_weights("MODEL__BACKBONE__WEIGHTS"),
-        "has no weights of this backbone, neither by our names nor by those of its authors or timm",
+        "has no weights of this backbone, under our names, its authors' or timm's",
         guard=Cut("models/backbones/vit_weights.py", "if not found:", "if False:"),
     ),
 ]

@@ -87,7 +87,7 @@ CASES = [
     Case(
         "5,000 brackets",
         config("SEED: " + "[" * 5_000),
-        "run.yaml: its _BASE_ leads back to itself, or it is nested too deeply",
+        "run.yaml: its _BASE_ leads back to itself, or its YAML is nested too deeply",
         guard=NESTED,
     ),
     Case(
@@ -101,7 +101,7 @@ CASES = [
     Case(
         "mixed queries without two stages",
         train(**{**DINO, "MODEL__DETECTOR__TWO_STAGE": False}),
-        "MODEL.QUERIES.NAME is 'mixed', but MODEL.DETECTOR.TWO_STAGE is False; set it to True, or the name to one of learned, "
+        "MODEL.QUERIES.NAME is 'mixed', but MODEL.DETECTOR.TWO_STAGE is False; set TWO_STAGE to True, or NAME to one of learned, "
         "anchors",
         guard=Cut(
             "builders/detector.py",
@@ -124,19 +124,20 @@ CASES = [
     Case(
         "images smaller than a cell of the hybrid encoder's coarsest map",
         train(**{**DFINE, "INPUT__MIN_SIZE_TRAIN": (15, 40)}),
-        "INPUT.MIN_SIZE_TRAIN makes images of 15 pixels, smaller than a cell of the coarsest map, 16 pixels: use larger images, or "
-        "set MODEL.BACKBONE.STAGES",
+        "INPUT.MIN_SIZE_TRAIN allows images of 15 pixels, which is smaller than a cell of the coarsest feature map (16 pixels): "
+        "use larger images, or change MODEL.BACKBONE.STAGES",
         guard=Cut(
             "builders/detector.py",
-            'require_larger_images(cfg, coarsest, f"a cell of the coarsest map, {coarsest} pixels", "MODEL.BACKBONE.STAGES")',
+            'require_larger_images(cfg, coarsest, f"a cell of the coarsest feature map ({coarsest} pixels)", '
+            '"MODEL.BACKBONE.STAGES")',
             "pass",
         ),
     ),
     Case(
         "scrambled sines beside a PEG",
         train(**{**DFINE, "MODEL__POSITION__NAME": "sine_scrambled+peg"}),
-        "MODEL.POSITION.NAME: sine_scrambled is what other code computes in hybrid encoders, for comparison with it: use it alone "
-        "and in CPVTRealTimeDetr, or sine_grid, which is right",
+        "MODEL.POSITION.NAME: sine_scrambled reproduces, for comparison, what other code computes in hybrid encoders; use it alone "
+        "and in CPVTRealTimeDetr, or use sine_grid, which is correct",
         guard=Cut("builders/detector.py", 'if "sine_scrambled" in names and (len(names) > 1 or encoder is None):', "if False:"),
     ),
     Case(
@@ -191,7 +192,7 @@ CASES = [
     Case(
         "threshold of pictures that is no score",
         train(TEST__PICTURE_THRESHOLD=1.5),
-        "TEST.PICTURE_THRESHOLD must be a score from 0 to 1, or None for that of the best F1, got 1.5",
+        "TEST.PICTURE_THRESHOLD must be a score from 0 to 1, or None for the score with the best F1, got 1.5",
         guard=Cut(
             "builders/data.py",
             "if threshold is not None and not (type(threshold) in (int, float) and 0 <= threshold <= 1):",

@@ -270,8 +270,9 @@ CASES = [
     Case(
         "no network",
         refused,
-        "cannot fetch http://127.0.0.1:.../good/tiny.pth: ...refused.... Without a network, bring http://127.0.0.1:... "
-        "(167 MB, SHA-256 0000...) from elsewhere and put it at .../tiny/tiny.pth; CPVT_DET_WEIGHTS names another folder",
+        "cannot fetch http://127.0.0.1:.../good/tiny.pth: ...refused.... Without a network, download http://127.0.0.1:... (167 MB, "
+        "SHA-256 0000...) on another machine and put it at .../tiny/tiny.pth; the environment variable CPVT_DET_WEIGHTS sets "
+        "another folder",
         guard=CAUGHT,
     ),
     Case(
@@ -283,7 +284,8 @@ CASES = [
     Case(
         "a folder of weights that cannot be written to",
         fetched("good", after=elsewhere("/proc/weights")),
-        "cannot fetch .../good/tiny.pth: ...put it at /proc/weights/tiny/tiny.pth; CPVT_DET_WEIGHTS names another folder",
+        "cannot fetch .../good/tiny.pth: ...put it at /proc/weights/tiny/tiny.pth; the environment variable CPVT_DET_WEIGHTS sets "
+        "another folder",
         guard=CAUGHT,
     ),
     Case(
@@ -310,17 +312,17 @@ CASES = [
     Case(
         "weights without an address",
         lambda folder: fetched(page="https://weights.invalid")(folder),
-        "tiny has no address to fetch it from: get it from https://weights.invalid and put it at .../tiny/model.pth",
+        "tiny cannot be downloaded automatically: get it from https://weights.invalid and put it at .../tiny/model.pth",
         guard=Cut("checkpoint/fetch.py", "    if not start.places:\n", "    if False:\n"),
     ),
     Case(
         "a name that is like one of public weights",
         lambda folder: call("predict", "dinor50", "--input", __file__, "--output", folder / "out"),
-        "no weights file dinor50, and no name that cpvt-det weights lists, such as dino_r50",
+        "dinor50 is neither a weights file nor a name that cpvt-det weights lists (did you mean dino_r50?)",
         guard=Cut(
             "checkpoint/fetch.py",
-            '    raise WeightsError(f"no weights file {text}',
-            '    return path\n    raise WeightsError(f"no weights file {text}',
+            '    raise WeightsError(f"{text} is neither',
+            '    return path\n    raise WeightsError(f"{text} is neither',
         ),
     ),
 ]

@@ -193,7 +193,7 @@ def check(old: str, new: str) -> Cut:
 
 CANNOT = "image files that cannot be read: ...image 1: cannot read image .../images/"
 FINE = "drawn: 4 images, 0 of them without objects, "
-TURNED = "images turned according to EXIF; boxes are taken to be in the turned image: 1"
+TURNED = "images rotated according to EXIF; boxes are assumed to be in the rotated image: 1"
 REPORTED = check(  # an image that cannot be read is passed over
     "        if isinstance(found, NotTriedError):  # not a fault, because faults may be dropped\n",
     "        if isinstance(found, DataError):\n            continue\n        if False:\n",
@@ -251,7 +251,7 @@ CASES = [
     DataCase(
         "EXIF swaps the sides, the JSON does not",
         turned(6, swap=False),
-        "a.jpg has 40 x 60 pixels, but 60 x 40 in the annotations; EXIF orientation 6 turns it, and the annotations",
+        "a.jpg has 40 x 60 pixels, but 60 x 40 in the annotations; EXIF orientation 6 rotates it, and the annotations",
         guard=SIZES,
     ),
     DataCase("EXIF swaps the sides, the JSON too", turned(6, swap=True), TURNED, 0, guard=TURNS, then=shows(by_pillow, LAST_BITS)),
@@ -343,8 +343,8 @@ CASES = [
     DataCase(
         "20,000 x 20,000 image",
         lambda d: d.replace_image(1, Image.new("1", (20_000, 20_000)), "a.png"),
-        f"{CANNOT}a.png: Image size (400000000 pixels) exceeds limit of 178956970 pixels, ...; if you trust it, set "
-        "CPVT_DET_MAX_PIXELS in the environment to as many pixels",
+        f"{CANNOT}a.png: Image size (400000000 pixels) exceeds limit of 178956970 pixels, ...; if you trust it, set the "
+        "environment variable CPVT_DET_MAX_PIXELS to as many pixels",
         guard=decoder(
             "    limit = os.environ.get(LIMIT)\n",
             "    limit, Image.MAX_IMAGE_PIXELS = None, None\n",
@@ -361,7 +361,7 @@ CASES = [
     DataCase(
         "name in another Unicode form than on the disk",
         other_form,
-        "file names whose Unicode form differs from that on the disk, resolved: 1",
+        "file names found on the disk in another Unicode form: 1",
         0,
         guard=decoder("open(path if path.isascii() else next(", "open(path if True else next("),
         then=noise(),

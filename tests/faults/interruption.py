@@ -193,7 +193,7 @@ CASES = [
     Case(
         "--resume with a larger batch, which makes the epochs shorter",
         after_run(nothing, "--resume", SOLVER__EPOCHS=1, SOLVER__IMS_PER_BATCH=4),
-        "Iterations are counted, not images...has 2 iterations already, and the config asks for 1 (1 epochs x 4 images / 4 images "
+        "A run counts iterations, not images...has 2 iterations already, and the config asks for 1 (1 epochs x 4 images / 4 images "
         "per iteration = 1 iterations...): nothing is left to train. A larger SOLVER.EPOCHS, or a smaller SOLVER.IMS_PER_BATCH, "
         "trains longer",
         guard=SHORTER,
@@ -201,8 +201,9 @@ CASES = [
     Case(
         "--resume with a smaller batch",
         after_run(nothing, "--resume", SOLVER__MAX_ITER=3, SOLVER__IMS_PER_BATCH=1),
-        "SOLVER.IMS_PER_BATCH was 2, is 1...Iterations are counted, not images: with another SOLVER.IMS_PER_BATCH the run goes on "
-        "at the same iteration, but with other images, at another rate, and for another number of epochs in all",
+        "SOLVER.IMS_PER_BATCH was 2, is 1...A run counts iterations, not images: with a different SOLVER.IMS_PER_BATCH it "
+        "continues at the same iteration, but sees different images, more or fewer per iteration, and trains for a different "
+        "number of epochs in all",
         0,
         guard=Cut("checkpoint/checkpointer.py", 'if change.startswith("SOLVER.IMS_PER_BATCH "):', "if False:"),
     ),
@@ -216,7 +217,7 @@ CASES = [
     Case(
         "--resume with another width",
         after_run(nothing, "--resume", MODEL__DETR__HIDDEN_DIM=32),
-        "MODEL.DETR.HIDDEN_DIM was 16, is 32...cannot be resumed, because it belongs to another model than the config's",
+        "MODEL.DETR.HIDDEN_DIM was 16, is 32...cannot be resumed, because it does not belong to the config's model",
         guard=Cut(
             "checkpoint/checkpointer.py",
             "except (RuntimeError, KeyError, ValueError, TypeError, AttributeError) as error:",
@@ -233,7 +234,7 @@ CASES = [
     Case(
         "--resume with other classes",
         classes,
-        "the run to resume was trained on other classes (2: cell, mite)",
+        "the run to resume was trained on different classes (2: cell, mite)",
         guard=Cut("checkpoint/checkpointer.py", "if names != self.classes.names:", "if False:"),
     ),
 ]

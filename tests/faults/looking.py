@@ -74,7 +74,7 @@ CASES = [
     Case(
         "show attention: the config of another model",
         attention("--config-file", "coco/detr_r50_peg_50ep.yaml"),
-        "model.pth has other shapes than the config's model: ",
+        "model.pth has different shapes from the config's model: ",
         guard=(SHAPES, Cut("checkpoint/trained.py", "if report.is_partial:", "if False:")),
     ),
     Case(
@@ -86,7 +86,7 @@ CASES = [
     Case(
         "show attention: a checkpoint of another project",
         attention(weights="other.pth"),
-        "other.pth contains no config; give its config with --config-file, for example --config-file coco/detr_r50_sine_50ep.yaml",
+        "other.pth contains no config; give one with --config-file, for example --config-file coco/detr_r50_sine_50ep.yaml",
         guard=Cut("checkpoint/trained.py", "if weights.config is None:", "if False:"),
     ),
     Case(
@@ -151,7 +151,7 @@ CASES = [
     Case(
         "show position: a size beyond a learned table",
         position("--size", "64x96", MODEL__POSITION__NAME="learned", MODEL__POSITION__TABLE_SIZE=8),
-        "a map of 8 x 12 tokens is beyond the learned table of 8 x 8; set MODEL.POSITION.TABLE_SIZE",
+        "a map of 8 x 12 tokens is larger than the learned table of 8 x 8; set MODEL.POSITION.TABLE_SIZE",
         guard=Cut("position/learned.py", "if height > size or width > size:", "if False:"),
     ),
     Case(
@@ -163,7 +163,7 @@ CASES = [
     Case(
         "show data: no data set to train on",
         data(DATASETS__TRAIN=()),
-        "DATASETS.TRAIN should list data sets",
+        "DATASETS.TRAIN must list the names of data sets",
         guard=Cut("builders/datasets.py", "if isinstance(names, str) or not names:", "if False:"),
     ),
     Case(

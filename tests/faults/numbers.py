@@ -231,7 +231,8 @@ CASES = [
     Case(
         "120 objects of a class an image, all found",
         many_found,
-        "an image has more than 100 objects of a class, so all detections count, not the best 100 per class and image as on COCO",
+        "an image has more than 100 objects of a class, so all detections count, not only the best 100 per class and image as on "
+        "COCO",
         0,
         Cut("evaluation/matches.py", "return COUNTED if self.most_of_a_class <= COUNTED else None", "return COUNTED"),
     ),

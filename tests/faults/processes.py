@@ -262,7 +262,7 @@ CASES = [
     Case(
         "training in a daemonic process",
         daemonic,
-        "This process is daemonic and may start no others: it reads images itself, as with DATALOADER.NUM_WORKERS 0",
+        "This process is a daemon and cannot start others, so it reads the images itself, as with DATALOADER.NUM_WORKERS 0",
         0,
         guard=Cut("data/loader.py", "if num_workers and multiprocessing.current_process().daemon:", "if False:"),
     ),

@@ -86,15 +86,15 @@ CASES = [
     Case(
         "a batch whose images alone memory cannot hold, on a CPU",
         little_memory(20_000),
-        "the first step does not fit into memory: 2 images on a canvas of ... pixels take ... GB before anything is computed, and "
-        "2e-05 GB are available for each process; set a smaller SOLVER.IMS_PER_BATCH, or SOLVER.ACCUMULATE 2",
+        "the first step does not fit into memory: 2 images on a canvas of ... pixels take ... GB before anything is computed, but "
+        "only 2e-05 GB are available for each process; set a smaller SOLVER.IMS_PER_BATCH, or SOLVER.ACCUMULATE 2",
         guard=Cut("solver/memory_check.py", "if distributed.all_reduce_max(int(taken > available)):", "if False:"),
     ),
     Case(
         "a million pairs of denoising, on a CPU",
         train(**{**DINO, "MODEL__QUERIES__DENOISING": 1_000_000}),
         "MODEL.QUERIES.DENOISING 1000000 makes ... groups of ... queries for the first batch...and their attention mask alone "
-        "needs ... GB of the ... GB of memory for each process; set fewer",
+        "needs ... GB of the ... GB of memory for each process; set a lower number",
         guard=Cut("solver/memory_check.py", "if distributed.all_reduce_max(int(need > available)):", "if False:"),
     ),
     Case(

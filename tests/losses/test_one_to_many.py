@@ -179,7 +179,10 @@ def test_an_image_gets_the_same_answer_whatever_it_is_batched_with():
         ({"CRITERION__MANY_MATCHES": 0}, "many_matches must be at least 1, got 0"),
         ({"CRITERION__MANY_THRESHOLD": 0.0}, "many_threshold must be above 0 and at most 1, got 0.0"),
         ({"CRITERION__MANY_THRESHOLD": 1.5}, "many_threshold must be above 0 and at most 1, got 1.5"),
-        ({"CRITERION__CLASSIFICATION__NAME": "softmax", "DETECTOR__TWO_STAGE": False}, "MIXED_SUPERVISION matches by sigmoids"),
+        (
+            {"CRITERION__CLASSIFICATION__NAME": "softmax", "DETECTOR__TWO_STAGE": False},
+            "MIXED_SUPERVISION needs sigmoid scores for its matching",
+        ),
         (
             {"META_ARCHITECTURE": "CPVTDetr", "CRITERION__CLASSIFICATION__NAME": "softmax", "DETECTOR__TWO_STAGE": False},
             "unknown option of MODEL.META_ARCHITECTURE 'CPVTDetr' 'mixed_supervision'",

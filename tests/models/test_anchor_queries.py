@@ -124,10 +124,10 @@ def test_denoising_comes_before_learned_boxes_in_training_alone():
         ({"HYBRID": 3}, "unknown option of query source 'anchors' 'hybrid'"),
         (
             {"BOX_REFINEMENT": False, "SCALED_POSITIONS": True},
-            "SCALED_POSITIONS follows corrected boxes: set MODEL.DETECTOR.BOX_REFINEMENT",
+            "SCALED_POSITIONS needs box refinement: set MODEL.DETECTOR.BOX_REFINEMENT",
         ),
         ({"NAME": "mixed", "TWO_STAGE": True, "SCALED_POSITIONS": True}, "scaled_positions needs refined_positions"),
-        ({"NAME": "mixed", "TWO_STAGE": True, "TOKEN_CONTENT": True, "SHARED_CONTENT": True}, "token_content learns none"),
+        ({"NAME": "mixed", "TWO_STAGE": True, "TOKEN_CONTENT": True, "SHARED_CONTENT": True}, "with token_content there are none"),
         ({"NAME": "", "TOKEN_CONTENT": True}, "unknown option of query source 'learned' 'token_content'"),
     ],
 )
@@ -140,7 +140,7 @@ def test_settings_that_cannot_be_are_refused(more, message):
 
 
 def test_channels_for_the_sines_of_four_numbers():
-    with pytest.raises(ValueError, match="channels in multiples of 4, for the sines of four numbers; got 6"):
+    with pytest.raises(ValueError, match="channels in multiples of 4, because each of four numbers is encoded; got 6"):
         AnchorQueries(6, 5)
     with pytest.raises(ValueError, match="num_queries must be at least 1, got 0"):
         AnchorQueries(8, 0)

@@ -290,8 +290,8 @@ def test_padded_tokens_count_as_zeros():
     ("arguments", "message"),
     [
         ({"channels": 10, "num_heads": 4}, "multiple of num_heads, got 10 channels and 4 heads"),
-        ({"num_levels": 0}, "attention needs levels, and points for each, got 0 levels and 1 points"),
-        ({"num_points": -1}, "attention needs levels, and points for each, got 1 levels and -1 points"),
+        ({"num_levels": 0}, "attention needs at least one level and at least one point per level, got 0 levels and 1 points"),
+        ({"num_points": -1}, "attention needs at least one level and at least one point per level, got 1 levels and -1 points"),
     ],
 )
 def test_attention_refuses_what_it_cannot_attend_with(arguments, message):
@@ -586,7 +586,7 @@ def test_offsets_and_reference_points_learn_at_their_own_rate():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({**VARIANTS["two_stage"], "DETECTOR__BOX_REFINEMENT": False}, "two stages need box refinement"),
+        ({**VARIANTS["two_stage"], "DETECTOR__BOX_REFINEMENT": False}, "two_stage needs box_refinement"),
         ({**VARIANTS["two_stage"], "CRITERION__CLASSIFICATION__NAME": "softmax"}, "CLASSIFICATION.NAME to focal"),
         ({**VARIANTS["multi_scale"], "DETECTOR__NUM_LEVELS": 2}, "num_levels is 2, fewer than the 3 maps"),
         (
@@ -604,7 +604,10 @@ def test_offsets_and_reference_points_learn_at_their_own_rate():
             {**VARIANTS["multi_scale"], "DETECTOR__DECODER_POSITION": "none"},
             "unknown option of MODEL.META_ARCHITECTURE .CPVTDeformableDetr. .decoder_position.",
         ),
-        ({**VARIANTS["multi_scale"], "DETECTOR__ENC_POINTS": 0}, "attention needs levels, and points for each"),
+        (
+            {**VARIANTS["multi_scale"], "DETECTOR__ENC_POINTS": 0},
+            "attention needs at least one level and at least one point per level",
+        ),
         ({**VARIANTS["multi_scale"], "DETECTOR__IMPLEMENTATION": "cuda"}, "unknown implementation 'cuda'"),
         ({**VARIANTS["two_stage"], "DETR__HIDDEN_DIM": 6, "DETR__NHEADS": 2}, "multiples of 4"),
     ],

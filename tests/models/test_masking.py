@@ -175,9 +175,7 @@ def test_probe_refuses_what_looks_at_the_padding_even_behind_a_scale_of_zero(par
 
 
 def test_refusal_names_the_module():
-    with pytest.raises(
-        InexactError, match=r"its map of stride 4 changes with the padding; 2.part \(Attention\) looks at all cells"
-    ):
+    with pytest.raises(InexactError, match=r"its map of stride 4 changes with the padding; 2.part \(Attention\) uses all cells"):
         try_out(network_with(lambda: Residual(Attention())))
 
 

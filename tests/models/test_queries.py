@@ -155,14 +155,14 @@ def test_the_loss_of_proposals_is_by_class_or_of_objects(by_class):
     ("more", "message"),
     [
         ({"DETECTOR__TWO_STAGE": False}, "QUERIES.NAME is 'mixed', but MODEL.DETECTOR.TWO_STAGE is False; set it to True"),
-        ({"CRITERION__CLASSIFICATION__NAME": "softmax"}, "the query source 'mixed' ranks proposals by a sigmoid"),
+        ({"CRITERION__CLASSIFICATION__NAME": "softmax"}, "the query source 'mixed' ranks proposals by sigmoid scores"),
         (
             {"QUERIES__NAME": "proposals", "QUERIES__SHARED_CONTENT": True},
             "unknown option of query source 'proposals' 'shared_content'",
         ),
         (
             {"META_ARCHITECTURE": "CPVTDetr", "QUERIES__REFINED_POSITIONS": True},
-            "REFINED_POSITIONS follows corrected boxes: set MODEL.DETECTOR.BOX_REFINEMENT to True",
+            "REFINED_POSITIONS needs box refinement: set MODEL.DETECTOR.BOX_REFINEMENT to True",
         ),
     ],
 )
@@ -244,5 +244,5 @@ def test_the_final_norm_stands_before_the_heads_and_not_between_the_layers(twice
 
 def test_look_forward_twice_needs_refinement():
     config = {**TINY, "MODEL__DETECTOR__TWO_STAGE": False, "MODEL__DETECTOR__BOX_REFINEMENT": False}
-    with pytest.raises(ConfigError, match="LOOK_FORWARD_TWICE corrects boxes: set MODEL.DETECTOR.BOX_REFINEMENT to True"):
+    with pytest.raises(ConfigError, match="LOOK_FORWARD_TWICE needs box refinement: set MODEL.DETECTOR.BOX_REFINEMENT to True"):
         build_detector(random_config(**config, MODEL__DETECTOR__LOOK_FORWARD_TWICE=True))

@@ -188,7 +188,7 @@ def test_points_per_level_are_those_of_one_number_where_they_agree():
     assert one.points == several.points == (3, 3)
     uneven = DeformableAttention(16, 2, 2, (1, 3), has_projections=False)
     assert uneven.sampling_offsets.out_features == 2 * 2 * 4 and not list(uneven.value_proj.parameters())
-    with pytest.raises(ValueError, match=r"points for each, got 2 levels and \(1, 2, 3\) points"):
+    with pytest.raises(ValueError, match=r"point per level, got 2 levels and \(1, 2, 3\) points"):
         DeformableAttention(16, 2, 2, (1, 2, 3))
 
 
@@ -205,25 +205,32 @@ def test_scrambled_sines_give_cells_the_places_of_others_off_the_square():
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"MODEL__DETECTOR__POINTS": (2, 3, 2)}, r"POINTS is \[2, 3, 2\], but the backbone has 2 maps; give one number for each"),
+        (
+            {"MODEL__DETECTOR__POINTS": (2, 3, 2)},
+            r"POINTS is \[2, 3, 2\], but the backbone has 2 feature maps; give a single number, or one per map",
+        ),
         (
             {"MODEL__DETECTOR__LOOK_FORWARD_TWICE": True},
-            "LOOK_FORWARD_TWICE is for boxes that are refined; with BINS set it to False",
+            "LOOK_FORWARD_TWICE needs box refinement, which BINS replaces; with BINS, set it to False",
         ),
         ({"MODEL__DETECTOR__BINS": 7}, "an even number of bins, at least 4, got 7"),
         ({"MODEL__DETECTOR__BIN_SCALE": 0.0}, "the scale of distributions must be above 0, got 0.0"),
-        ({"MODEL__DETECTOR__DEPTH": 0}, "needs levels, blocks and inner channels, got 2 levels, depth 0"),
+        ({"MODEL__DETECTOR__DEPTH": 0}, "needs at least one level, one block and one inner channel, got 2 levels, depth 0"),
         ({"MODEL__DETECTOR__EXPANSION": 0.01}, "inner channels, got 2 levels, depth 1 and expansion 0.01 of 16 channels"),
         ({"MODEL__BACKBONE__STAGES": (2, 4)}, r"twice the stride of the one before, got \[4, 16\]; set MODEL.BACKBONE.STAGES"),
-        ({"MODEL__QUERIES__REFINED_POSITIONS": False}, "position_sines False needs refined_positions"),
-        ({"MODEL__CRITERION__CLASSIFICATION__NAME": "softmax"}, "ranks proposals by a sigmoid"),
+        ({"MODEL__QUERIES__REFINED_POSITIONS": False}, "position_sines=False requires refined_positions=True"),
+        ({"MODEL__CRITERION__CLASSIFICATION__NAME": "softmax"}, "ranks proposals by sigmoid scores"),
         ({"MODEL__DETECTOR__FUSION": "pan"}, "unknown fusion of the hybrid encoder 'pan'"),
         ({"MODEL__DETECTOR__TWO_STAGE": True}, "'two_stage'"),
         (
             {"INPUT__MIN_SIZE_TRAIN": (15, 40)},
-            "images of 15 pixels, smaller than a cell of the coarsest map, 16 pixels: .* or set MODEL.BACKBONE.STAGES",
+            "images of 15 pixels, which is smaller than a cell of the coarsest feature map .16 pixels.: .* or change "
+            "MODEL.BACKBONE.STAGES",
         ),
-        ({"MODEL__POSITION__NAME": "sine_scrambled+peg"}, "use it alone and in CPVTRealTimeDetr, or sine_grid, which is right"),
+        (
+            {"MODEL__POSITION__NAME": "sine_scrambled+peg"},
+            "use it alone and in CPVTRealTimeDetr, or use sine_grid, which is correct",
+        ),
         ({"MODEL__POSITION__NAME": "sine_grid", "MODEL__DETR__HIDDEN_DIM": 18}, "channels in multiples of 4, got 18"),
     ],
 )
@@ -233,17 +240,20 @@ def test_what_cannot_be_built_is_refused_by_key(more, message):
 
 
 def test_scrambled_sines_are_for_hybrid_encoders_alone():
-    with pytest.raises(ConfigError, match="sine_scrambled is what other code computes .* use it alone and in CPVTRealTimeDetr"):
+    with pytest.raises(
+        ConfigError,
+        match="sine_scrambled reproduces, for comparison, what other code computes .* use it alone and in CPVTRealTimeDetr",
+    ):
         build_detector(random_config(MODEL__POSITION__NAME="sine_scrambled"))
     vit = {"MODEL__BACKBONE__NAME": "deit_tiny", "MODEL__BACKBONE__POSITION__NAME": "sine_scrambled+peg"}
-    with pytest.raises(ConfigError, match=r"MODEL\.BACKBONE\.POSITION\.NAME: sine_scrambled is for hybrid encoders"):
+    with pytest.raises(ConfigError, match=r"MODEL\.BACKBONE\.POSITION\.NAME: sine_scrambled is only for hybrid encoders"):
         build_detector(random_config(**vit))
 
 
 def test_parts_refuse_what_does_not_fit():
     with pytest.raises(ValueError, match="the temperature of a sine encoding must be above 0, got 0"):
         build_position("sine_grid", 16, temperature=0)
-    with pytest.raises(ValueError, match=r"joins maps that each have twice the stride of the one before, got \[8, 32\]"):
+    with pytest.raises(ValueError, match=r"needs maps that each have twice the stride of the one before, got \[8, 32\]"):
         NormedNeck([8, 8], [8, 32], 16)
     with pytest.raises(UnknownNameError, match="norm 'LN'"):
         HybridEncoder(1, 16, 16, Encoder(0, 16, 2, 32, 0.0, False), norm="LN")

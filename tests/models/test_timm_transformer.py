@@ -169,7 +169,9 @@ def test_what_cannot_be_is_refused_by_name(name, keys, error, message):
 def test_rotary_positions_are_not_exported():
     backbone = TimmTransformer("vit_tiny_patch16_dinov3_qkvb").eval()
     example = (torch.zeros(2, 3, 64, 96), torch.zeros(2, 64, 96, dtype=torch.bool))
-    with pytest.raises(Exception, match="cannot be exported: timm computes its rotary positions for known grids only"):
+    with pytest.raises(
+        Exception, match="cannot be exported: timm computes its rotary positions only for grids that are known in advance"
+    ):
         torch.export.export(backbone, example)
 
 

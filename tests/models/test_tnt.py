@@ -224,5 +224,5 @@ def test_weights_of_another_form_are_refused(tmp_path):
 
 
 def test_patches_smaller_than_a_pixel_token_are_refused():
-    with pytest.raises(ConfigError, match="patches of a TNT have at least 4 pixels a side, got 2"):
+    with pytest.raises(ConfigError, match="patches of a TNT need sides of at least 4 pixels, got 2"):
         build_detector(config(**{**SMALL, "PATCH_SIZE": 2, "STAGES": (1,)}))

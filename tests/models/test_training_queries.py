@@ -329,10 +329,13 @@ def test_noise_is_a_function_of_torch_s_random_state():
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"DENOISING": -3}, "denoising needs classes and pairs, got 3 classes and -3 pairs"),
+        ({"DENOISING": -3}, "denoising needs at least one class and one pair, got 3 classes and -3 pairs"),
         ({"DENOISING": 5, "LABEL_NOISE": 1.5}, "label_noise must be from 0 to 1, got 1.5"),
         ({"DENOISING": 5, "BOX_NOISE": 0.0}, "box_noise must be above 0 and at most 1, got 0.0"),
-        ({"BOX_NOISE": 0.5}, "MODEL.QUERIES.BOX_NOISE needs MODEL.QUERIES.DENOISING, a number of pairs"),
+        (
+            {"BOX_NOISE": 0.5},
+            "MODEL.QUERIES.BOX_NOISE has no effect without denoising: set MODEL.QUERIES.DENOISING to a number of pairs",
+        ),
         ({"NAME": "learned", "DENOISING": 5}, "'learned', but MODEL.DETECTOR.TWO_STAGE is True"),
     ],
 )

@@ -286,9 +286,12 @@ def test_decay_of_pegs_is_that_of_a_backbone_s_too():
             r"patches of 16 pixels has one map, of stride 16: its stages are \(4,\), got \(5,\); set MODEL.BACKBONE",
         ),
         ({"STAGES": (3,)}, r"got \(3,\); .*, and for more levels MODEL.NECK.NAME to simple_pyramid"),
-        ({"PATCH_SIZE": 14}, "a patch has a side of 2, 4, 8, 16, ... pixels, got 14"),
-        ({"NUM_TOKENS": 3}, r"tokens besides the patches must be 0, 1 \(class\) or 2 \(class and distillation\), got 3"),
-        ({"DROP_PATH": 1.0}, "the probability to drop a path must be at least 0 and below 1, got 1"),
+        ({"PATCH_SIZE": 14}, "the side of a patch must be 2, 4, 8, 16, ... pixels, got 14"),
+        (
+            {"NUM_TOKENS": 3},
+            r"the number of tokens besides the patches must be 0, 1 \(class\) or 2 \(class and distillation\), got 3",
+        ),
+        ({"DROP_PATH": 1.0}, "the probability of dropping a path must be at least 0 and below 1, got 1"),
         ({"POSITION__POSITIONS": [3]}, r"PEG positions must be different layers from -1 \(before the first\) to 2, got \[3\]"),
         ({"POSITION__NAME": "pge"}, r"unknown position encoding 'pge' \(did you mean 'peg'\?\)"),
         ({"POSITION__GRID": (7, 7)}, "unknown option of position encoding 'peg_plain' 'grid'"),
@@ -306,12 +309,14 @@ def test_settings_that_cannot_be_are_refused(more, message):
 
 def test_keys_of_a_transformer_are_refused_by_other_backbones():
     for key, value in (("NUM_TOKENS", 2), ("DROP_PATH", 0.1), ("POSITION__NAME", "sine")):
-        with pytest.raises(ConfigError, match="unknown option of backbone 'resnet10'|the backbone 'resnet10' takes no encoding"):
+        with pytest.raises(
+            ConfigError, match="unknown option of backbone 'resnet10'|the backbone 'resnet10' does not accept a position encoding"
+        ):
             build_detector(random_config(**{f"MODEL__BACKBONE__{key}": value}))
     cfg = random_config(SOLVER__LAYER_DECAY=0.7)
     detector = build_detector(cfg)
     detector.backbone = nn.Sequential(detector.backbone)
-    with pytest.raises(ConfigError, match="LAYER_DECAY is 0.7, but the backbone does not say where its layers are"):
+    with pytest.raises(ConfigError, match="LAYER_DECAY is 0.7, but the backbone does not define its layers"):
         build_optimizer(cfg, detector)
 
 
@@ -330,7 +335,9 @@ def test_layer_decay_of_a_resnet_counts_stages():
 @pytest.mark.parametrize(("key", "value"), [("MIN_SIZE_TRAIN", (32, 8)), ("MIN_SIZE_TEST", 15), ("MAX_SIZE_TRAIN", 12)])
 def test_images_smaller_than_a_patch_are_refused_before_the_first(key, value):
     smallest = min(value) if isinstance(value, tuple) else value
-    with pytest.raises(ConfigError, match=f"INPUT.{key} makes images of {smallest} pixels, smaller than a patch of 16"):
+    with pytest.raises(
+        ConfigError, match=f"INPUT.{key} allows images of {smallest} pixels, which is smaller than a patch .16 pixels."
+    ):
         build_detector(random_config(**{**VIT, f"INPUT__{key}": value}))
     build_detector(random_config(**{**VIT, "INPUT__MIN_SIZE_TEST": 0}))  # no resize
 

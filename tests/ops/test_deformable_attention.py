@@ -358,7 +358,7 @@ BAD_CALLS = {
     "locations of another dtype": (
         {"sampling_locations": torch.ones(2, 4, 2, 2, 3, 2).double()},
         TypeError,
-        "sampling_locations must be torch.float32 beside a value of torch.float32, got torch.float64; convert",
+        "sampling_locations must be torch.float32 if value is torch.float32, got torch.float64; convert",
     ),
     "half weights": (
         {"attention_weights": torch.ones(2, 4, 2, 2, 3).half()},
@@ -368,7 +368,7 @@ BAD_CALLS = {
     "weights of the other half": (
         {"value": torch.ones(2, 9, 2, 30).half(), "attention_weights": torch.ones(2, 4, 2, 2, 3).bfloat16()},
         TypeError,
-        "attention_weights must be torch.float16 or torch.float32 beside a value of torch.float16, got torch.bfloat16",
+        "attention_weights must be torch.float16 or torch.float32 if value is torch.float16, got torch.bfloat16",
     ),
     "flat value": ({"value": torch.ones(2, 9, 10)}, ValueError, r"value must be \(B, N, M, D\), got \(2, 9, 10\)"),
     "no channels": ({"value": torch.ones(2, 9, 2, 0)}, ValueError, r"value must have at least one head .* got \(2, 9, 2, 0\)"),
@@ -484,7 +484,7 @@ def test_kernels_that_cannot_be_loaded_are_done_without_and_told(fault, monkeypa
             assert torch.equal(ms_deform_attn(**call), ms_deform_attn(**call, implementation="eager"))
             ms_deform_attn(**call)
         (record,) = caplog.records  # once
-        assert record.getMessage() == f"Deformable attention works without its numba kernel, more slowly: {fault}"
+        assert record.getMessage() == f"Deformable attention runs without its numba kernel, which is slower: {fault}"
         with pytest.raises(ImportError, match=rf"needs numba, which cannot be imported \({fault}\); use 'auto' or 'eager'"):
             ms_deform_attn(**call, implementation="numba")
     finally:

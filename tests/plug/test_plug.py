@@ -387,7 +387,7 @@ def test_weights_are_a_file_or_a_dict_too(tmp_path):
         ({"after": 1}, r"lacks layers\.1\.peg.*also has layers\.0\.peg"),
         ({"after": [0, 1]}, r"lacks layers\.1\.peg"),
         ({"norm": "none"}, r"also has layers\.0\.peg\.norm"),
-        ({"kernel_size": 5}, r"in another shape layers\.0\.peg\.conv\.weight"),
+        ({"kernel_size": 5}, r"with a different shape layers\.0\.peg\.conv\.weight"),
     ],
 )
 def test_weights_that_do_not_fit_leave_the_model_without_a_peg(options, message):

@@ -69,9 +69,13 @@ def test_trained_weights_start_unchanged(position):
 
 
 def test_what_it_cannot_do_is_refused():
-    with pytest.raises(ConfigError, match="FeedForwardPEGEncoding acts inside layers that need one grid, .* or CPVTRealTimeDetr"):
+    with pytest.raises(
+        ConfigError, match="FeedForwardPEGEncoding acts inside layers, where it needs a single grid, .* or CPVTRealTimeDetr"
+    ):
         build_detector(random_config(**DEFORMABLE, MODEL__POSITION__NAME="peg_ffn"))
     with pytest.raises(ValueError, match="an encoding inside layers needs one level, whose cells are one grid, got 2"):
         encoding_of().feed(torch.zeros(1, 30, HIDDEN), torch.zeros(1, 30, dtype=torch.bool), [SHAPE, SHAPE], 0)
-    with pytest.raises(ValueError, match="kernel_size must be odd and at least 1, so that a token has a centre; got 2"):
+    with pytest.raises(
+        ValueError, match="kernel_size must be odd and at least 1, so that the kernel can be centred on a token; got 2"
+    ):
         encoding_of(kernel_size=2)

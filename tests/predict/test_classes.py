@@ -65,7 +65,7 @@ def test_in_python_an_image_of_any_kind_is_classified(folders, weights, tmp_path
 
 def test_a_predictor_of_the_other_task_is_refused(weights, tiny_run, folders, tmp_path):
     with pytest.raises(
-        ConfigError, match=r"'CPVTClassifier' is not a detector; for its classes: cpvt-det predict, or ClassPredictor"
+        ConfigError, match=r"'CPVTClassifier' is not a detector; to classify images, use cpvt-det predict or ClassPredictor"
     ):
         Predictor.from_checkpoint(weights, device="cpu")
     with pytest.raises(ConfigError, match=r"'CPVTDetr' is not a classifier; use Predictor"):

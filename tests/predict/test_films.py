@@ -211,7 +211,7 @@ def test_errors_of_decoding_say_where(tmp_path):
         frames = list(container.decode(video=0))
     error = av.error.InvalidDataError(1, "Invalid data found when processing input", "film.mp4")
     for given, kind, said in (
-        (frames[:3], RunStoppedError, r"breaks off after frame 2, at 0\.2 s \(.*Invalid data.*\); what was found so far stays"),
+        (frames[:3], RunStoppedError, r"breaks off after frame 2, at 0\.2 s \(.*Invalid data.*\); what was found so far is kept"),
         ([], DataError, r"film\.mp4: no frame can be decoded \(.*Invalid data"),
     ):
         reader = FilmReader(film)
@@ -258,7 +258,7 @@ def test_a_truncated_film_is_read_up_to_its_end_or_refused(tmp_path):
         ("none.mp4", "there is no film {path}"),
         ("text.mp4", "cannot open {path} as a film: "),
         ("empty.mp4", "cannot open {path} as a film: "),
-        ("sound.mkv", "{path} has no pictures, only audio"),
+        ("sound.mkv", "{path} contains no video, only audio"),
     ],
 )
 def test_what_is_no_film_is_refused_in_one_line(run, tmp_path, name, said):
@@ -291,7 +291,9 @@ def test_a_camera_that_is_not_there_is_named(monkeypatch):
     with pytest.raises(DataError, match="cannot open camera 77 as a film: "):
         FilmReader("77")
     monkeypatch.setattr(sys, "platform", "win32")
-    with pytest.raises(BadInputError, match="camera 77: a camera is opened by its number on Linux and macOS; give the address"):
+    with pytest.raises(
+        BadInputError, match="camera 77: a camera can be opened by its number only on Linux and macOS; give the address"
+    ):
         FilmReader("77")
 
 
@@ -301,7 +303,7 @@ def test_options_of_films_are_checked(run, tmp_path):
         FilmReader(film, every=0)
     for words in (["--input", film, "--every", 0], ["--input", run.image(7), "--every", 2]):
         result = call("predict", run.weights, *words, "--output", tmp_path / "out")
-        assert result.exit_code == 2 and "--every must be 1 or more, and is for films alone" in result.output
+        assert result.exit_code == 2 and "--every must be 1 or more, and more than 1 is only for films" in result.output
     (tmp_path / "file").write_text("")
     result = call("predict", run.weights, "--input", film, "--output", tmp_path / "file")
     assert result.exit_code == 2 and f"cannot write to {tmp_path}/file: " in result.output

@@ -209,7 +209,9 @@ def test_what_cannot_be_reached_is_one_line(hub, tmp_path):
     with pytest.raises(WeightsError, match=r"cannot fetch a/b/c from Hugging Face's hub: "):
         Predictor.from_pretrained("a/b/c", token="hf_none")
     hub.repos["me/other"] = {"pytorch_model.py": b"raise SystemExit", "config.json": b"{}"}
-    with pytest.raises(WeightsError, match="me/other on Hugging Face's hub has no model.safetensors: it is not a model known here"):
+    with pytest.raises(
+        WeightsError, match="me/other on Hugging Face's hub has no model.safetensors, so it is not a model that cpvt_det can read"
+    ):
         Predictor.from_pretrained("me/other", token="hf_none")
     predictor = Predictor.from_checkpoint(save_random(tmp_path / "weights.pth"), device="cpu")
     with pytest.raises(WeightsError, match=r"cannot upload to closed/model on Hugging Face's hub: .*403"):

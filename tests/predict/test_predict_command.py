@@ -110,8 +110,8 @@ def test_the_kept_threshold_is_used_unless_another_is_given(run, tmp_path):
 @pytest.mark.parametrize(
     ("thresholds", "why"),
     [
-        (None, "WEIGHTS has none from an evaluation"),
-        ({"overall": None, "classes": [None] * 3}, "in the last evaluation of WEIGHTS no detection was right"),
+        (None, "WEIGHTS contains no threshold from an evaluation"),
+        ({"overall": None, "classes": [None] * 3}, "in the last evaluation of WEIGHTS, no detection was correct"),
     ],
 )
 def test_without_a_kept_threshold_it_is_half_and_that_is_told(run, tmp_path, thresholds, why):
@@ -129,9 +129,11 @@ def test_the_best_score_is_named_and_what_to_do_where_nothing_passes(run, photos
     name = Path(best.source).relative_to(photos).as_posix()
     named = f"; the best score is {best.scores[0]:.3g}, {best.names[0]} in {name}\n"
     assert "5 images, 0 detections with score >= 1," in result.stdout and result.stdout.endswith(named)
-    assert result.stderr.endswith("No score is as high, so pictures have no boxes; --threshold sets a lower one\n")
+    assert result.stderr.endswith(
+        "No detection reaches the threshold, so the pictures have no boxes; --threshold sets a lower one\n"
+    )
     passing = predict(run, photos, tmp_path / "out", "--threshold", 0)
-    assert passing.stdout.endswith(named) and "No score" not in passing.stderr
+    assert passing.stdout.endswith(named) and "No detection reaches" not in passing.stderr
 
 
 def test_a_picture_fits_into_a_jpeg(run, tmp_path):
@@ -191,7 +193,7 @@ def test_where_all_detections_pass_there_may_be_more_and_it_says_so(run, photos,
     few = predict(run, photos, tmp_path / "few", "--threshold", 0.001, "TEST.DETECTIONS_PER_IMAGE", 2)
     assert few.exit_code == 0
     assert "All 2 detections pass the threshold in 5 images, such as " in few.stderr
-    assert "there may be more objects. TEST.DETECTIONS_PER_IMAGE 4 gives more, as far as the model has queries" in few.stderr
+    assert "there may be more objects. TEST.DETECTIONS_PER_IMAGE 4 allows more, up to the model's number of queries" in few.stderr
     for words in (("--threshold", 0), ("--threshold", 1)):
         assert "there may be more" not in predict(run, photos, tmp_path / "out", *words).stderr
 

@@ -182,7 +182,7 @@ def test_arrays_are_grey_or_have_an_order(tmp_path):
 @pytest.mark.parametrize(
     ("image", "channels", "said"),
     [
-        (noise(), None, r"does not contain the order of its channels: pass channels='rgb', or 'bgr' for images from OpenCV"),
+        (noise(), None, r"does not tell the order of its channels: pass channels='rgb', or 'bgr' for images from OpenCV"),
         (noise().astype(np.float32), "rgb", r"uint8 or uint16, got float32; convert values in \[0, 1\] by \(255"),
         (noise().transpose(2, 0, 1), "rgb", r"\(H, W, 3\), \(H, W, 4\) or \(H, W\), got \(3, 30, 50\)$"),
         (noise()[None], "rgb", r"got \(1, 30, 50, 3\); pass several images as a list"),
@@ -316,7 +316,7 @@ def test_a_folder_that_cannot_be_written_keeps_the_model_of_before(detr, predict
         ("classes.json", '[{"name": "red"}]', r"classes.json must be a JSON list of classes"),
         ("classes.json", '[{"id": "1", "name": "a"}]', r"class ids must be whole numbers"),
         ("classes.json", '[{"id": 1, "name": "a"}]', r"a class head with 4 rows does not match 1 class ids and 1 names"),
-        ("thresholds.json", "{", r"cannot read .*thresholds.json: .*; remove it to use none"),
+        ("thresholds.json", "{", r"cannot read .*thresholds.json: .*; remove the file to use no stored thresholds"),
         ("thresholds.json", "[0.5]", r"thresholds must be {\"overall\": score, \"classes\": \[3 scores\]}"),
         ("model.safetensors", "x", r"damaged: its content does not match its checksum file"),
     ],
@@ -334,7 +334,7 @@ def test_the_folder_of_a_run_is_its_best_checkpoint_or_names_the_others(detr, tm
     best = Predictor.from_checkpoint(detr.folder / "model_best.pth", device="cpu")
     assert same(Predictor.from_checkpoint(detr.folder, device="cpu")(detr.image(7)), best(detr.image(7)))
     shutil.copy(detr.weights, tmp_path)
-    with pytest.raises(WeightsError, match=r"it is the folder of a run, give one of its files: model_final.pth"):
+    with pytest.raises(WeightsError, match=r"it is the folder of a run, so give one of its files: model_final.pth"):
         Predictor.from_checkpoint(tmp_path)
 
 
@@ -374,8 +374,8 @@ def test_keys_of_training_that_are_gone_do_not_matter(detr, predictor, tmp_path)
     ("words", "said"),
     [
         (["MODEL.NUM_CLASSES", "5"], r"MODEL.NUM_CLASSES is 5, but .*old.pth has 3 classes \(red, green, blue\)"),
-        (["MODEL.DETR.HIDDEN_DIM", "32"], r"old.pth has other shapes than the config's model"),
-        (["MODEL.DETR.NUM_OBJECT_QUERIES", "7"], r"old.pth fits only a part of the config's model: .*1 re-initialised"),
+        (["MODEL.DETR.HIDDEN_DIM", "32"], r"old.pth has different shapes from the config's model"),
+        (["MODEL.DETR.NUM_OBJECT_QUERIES", "7"], r"old.pth fits only part of the config's model: .*1 re-initialised"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(detr, without_config, words, said):

@@ -192,17 +192,17 @@ WRONG = [
     (f"/look?model=0&query={5000 * '1'}", FILES["a.jpg"], {}, 400, "query '111111111111111111...' is not a whole number"),
     ("/detect?model=0", b"", {"Content-Length": 5000 * "1"}, 411, "the length of the image is missing"),
     ("/look?model=0&query=6", FILES["a.jpg"], {}, 422, "query 6 does not exist; this model has queries 0 to 5"),
-    ("/detect/../../etc/passwd", b"", {}, 404, "there are only /detect and /look"),
+    ("/detect/../../etc/passwd", b"", {}, 404, "the only requests are /detect and /look"),
     (
         "/detect?model=0",
         FILES["a.jpg"],
         {"Host": "evil.example:80"},
         403,
-        "the host 'evil.example' is not known here; *serve --allow-host takes names",
+        "the host 'evil.example' is not allowed here; *serve --allow-host adds host names",
     ),
-    ("/detect?model=0", FILES["a.jpg"], {"Host": "[::1"}, 403, "the host '' is not known here; *"),
-    ("/detect?model=0", FILES["a.jpg"], {"Origin": "null"}, 403, "requests of other sites are refused"),
-    ("/detect?model=0", FILES["a.jpg"], {"Origin": "http://evil.example"}, 403, "requests of other sites are refused"),
+    ("/detect?model=0", FILES["a.jpg"], {"Host": "[::1"}, 403, "the host '' is not allowed here; *"),
+    ("/detect?model=0", FILES["a.jpg"], {"Origin": "null"}, 403, "requests from other sites are refused"),
+    ("/detect?model=0", FILES["a.jpg"], {"Origin": "http://evil.example"}, 403, "requests from other sites are refused"),
 ]
 
 
@@ -269,7 +269,7 @@ def test_every_address_of_the_loopback_serves(models, monkeypatch, host, url):
 
 @pytest.mark.parametrize("path", ["/../../../etc/passwd", "//etc/passwd", "/%2e%2e/setup.py", "/style.css"])
 def test_no_file_can_be_fetched(server, path):
-    assert ask(server, path, method="GET") == (404, {"error": "there is only the page /"})
+    assert ask(server, path, method="GET") == (404, {"error": "the only page is /"})
 
 
 def test_a_hundred_megabytes_are_refused_before_they_are_sent(server):
@@ -325,7 +325,7 @@ def test_weights_that_look_in_tiles_are_told_that_the_page_does_not(tmp_path, mo
     monkeypatch.setattr(PageServer, "serve_forever", lambda self: None)
     result = CliRunner().invoke(main, ["serve", str(weights), "--device", "cpu", "--port", "0"])
     assert result.exit_code == 0, result.output
-    assert "tiled.pth: the page looks at whole images; predict and eval cut them into tiles (TEST.TILES)" in result.output
+    assert "tiled.pth: the page uses whole images, whereas predict and eval cut them into tiles (TEST.TILES)" in result.output
 
 
 @pytest.mark.parametrize(

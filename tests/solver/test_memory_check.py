@@ -74,12 +74,14 @@ def test_only_what_is_clearly_too_much_is_refused(caplog):
 def test_the_advised_parts_fit_with_room(available, parts):
     """ceil(32 / parts) x 0.8 GB x 1.5 is within what is available, and with a part less it is not."""
     assert -(-32 // parts) * 1.2 <= available < -(-32 // (parts - 1)) * 1.2
-    with pytest.raises(ConfigError, match=rf"set SOLVER.ACCUMULATE {parts}, which takes the step in {parts} parts"):
+    with pytest.raises(ConfigError, match=rf"set SOLVER.ACCUMULATE {parts}, which splits the step into {parts} parts"):
         judge(0.8, 32, 32, available)
 
 
 def test_where_one_image_is_too_much_smaller_ones_are_advised():
-    with pytest.raises(ConfigError, match=r"hardly less: set smaller INPUT.MIN_SIZE_TRAIN and MAX_SIZE_TRAIN, or MODEL.CHECKPOINT"):
+    with pytest.raises(
+        ConfigError, match=r"hardly needs less: set smaller INPUT.MIN_SIZE_TRAIN and MAX_SIZE_TRAIN, or MODEL.CHECKPOINT"
+    ):
         judge(0.8, 1, 32, 0.5)
 
 
@@ -220,7 +222,7 @@ def test_what_is_available_is_within_the_limits_of_all_groups(monkeypatch, tmp_p
     ("batch", "parts", "said"),
     [
         (4, 1, "the step of 4 images does not fit into the memory of the GPU .*; set SOLVER.ACCUMULATE 2, which"),
-        (4, 2, "set SOLVER.ACCUMULATE 4, which takes the step in 4 parts; a run that has begun continues with --resume"),
+        (4, 2, "set SOLVER.ACCUMULATE 4, which splits the step into 4 parts; a run that has begun continues with --resume"),
         (
             2,
             2,

@@ -116,10 +116,10 @@ def test_iterations_count_where_epochs_are_zero():
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"EPOCHS": 2.0, "WARMUP_ITERS": 3}, "SOLVER.EPOCHS 2 sets the length; not used: SOLVER.WARMUP_ITERS 3"),
+        ({"EPOCHS": 2.0, "WARMUP_ITERS": 3}, "SOLVER.EPOCHS 2 sets the length; these keys are not used: SOLVER.WARMUP_ITERS 3"),
         (
             {"EPOCHS": 0, "MAX_ITER": 7, "STEP_EPOCHS": (), "WARMUP_EPOCHS": 0.5},
-            "SOLVER.MAX_ITER 7 sets the length; not used: SOLVER.WARMUP_EPOCHS 0.5",
+            "SOLVER.MAX_ITER 7 sets the length; these keys are not used: SOLVER.WARMUP_EPOCHS 0.5",
         ),
     ],
 )
@@ -139,7 +139,7 @@ def test_warm_up_rises_linearly_and_cosine_ends_at_zero():
 
 @pytest.mark.parametrize("length", [TrainingSchedule(0, (), 0, 0, ""), TrainingSchedule(10, (5, 5), 0, 0, "")])
 def test_a_length_without_sense_is_refused(length):
-    with pytest.raises(ValueError, match=r"SOLVER\.EPOCHS or SOLVER\.MAX_ITER must be above 0|must be in rising order"):
+    with pytest.raises(ValueError, match=r"SOLVER\.EPOCHS or SOLVER\.MAX_ITER must be above 0|must be in ascending order"):
         LRSchedule(length)
 
 

@@ -197,7 +197,7 @@ def test_a_callback_that_fails_is_left_out_until_the_end_and_the_run_goes_on(tra
     folder = train_with(runner, "run", broken, seen)
     assert broken.told == ["start 0", "step 0", "step 1", "end NoneType"] and len(seen.told) == 10
     log = (folder / "log.txt").read_text()
-    assert "Recorder.on_step failed; the callback is left out until the end: OSError: no route to host" in log
+    assert "Recorder.on_step failed, so the callback is not called again in this run: OSError: no route to host" in log
     assert "still none" not in log
 
 

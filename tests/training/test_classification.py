@@ -131,7 +131,7 @@ def test_a_head_that_cannot_be_is_refused(folders, tmp_path):
         classifier(folders, tmp_path, MODEL__CLASSIFIER__POOL="max")
     backbone = ToyTokens()
     del backbone.num_tokens
-    with pytest.raises(TypeError, match=r"backbone with tokens ToyTokens has no num_tokens; its contract asks for num_tokens"):
+    with pytest.raises(TypeError, match=r"backbone with tokens ToyTokens has no num_tokens; its contract requires num_tokens"):
         Classifier(backbone, 3)
 
 
@@ -148,7 +148,7 @@ def test_a_run_writes_what_a_detector_s_run_writes(trained):
         assert (trained / name).stat().st_size > 0, name
     assert "Classes that are confused most" in (trained / "report/report.md").read_text()
     log = (trained / "log.txt").read_text()
-    assert "classes by their number of training images: classes/top1 33.3" in log and "few for photographs" not in log
+    assert "classes, ordered by their number of training images: classes/top1 33.3" in log and "few for photographs" not in log
     assert "scores from" not in log and "train: 12 images of 3 classes" in log
 
 
@@ -230,7 +230,7 @@ def test_images_with_several_classes_are_refused(drawn_coco, tmp_path):
     [
         ({"TASK": "detection"}, r"'CPVTClassifier' is not a detector; set TASK to classification"),
         ({"MODEL__META_ARCHITECTURE": "CPVTDetr"}, r"'CPVTDetr' is not a classifier; set it to CPVTClassifier"),
-        ({"INPUT__CLASSIFY__SCALE": (0.5, 2.0)}, r"scale of crops must be a range of parts .*got \(0.5, 2.0\)"),
+        ({"INPUT__CLASSIFY__SCALE": (0.5, 2.0)}, r"scale of crops must be a range of fractions .*got \(0.5, 2.0\)"),
         ({"INPUT__CLASSIFY__RATIO": (0, 1)}, r"ratio of crops must be a range of positive numbers"),
         ({"INPUT__CLASSIFY__SIZE": 0}, r"side of crops must be at least 1 pixel, got 0"),
         ({"INPUT__CLASSIFY__RANDAUGMENT": (2, 31)}, r"RandAugment needs a number .*0 to 30, got \(2, 31\)"),
@@ -399,7 +399,7 @@ def test_a_network_of_timm_teaches_with_its_own_statistics_of_pixels(folders, tm
     mean, std = (torch.tensor(network.pretrained_cfg[key])[:, None, None] for key in ("mean", "std"))
     expected = network((images / 255 - mean) / std).argmax(-1)
     assert torch.equal(load_teacher(cfg, classes)(images), expected)
-    with pytest.raises(WeightsError, match=r"timm/test_vit has 3 classes, the data have 2"):
+    with pytest.raises(WeightsError, match=r"timm/test_vit has 3 classes, but the data have 2"):
         load_teacher(cfg, Classes((1, 2), ("a", "b")))
     torch.save(dict(list(network.state_dict().items())[1:]), tmp_path / "vit.pth")
     with pytest.raises(WeightsError, match=r"does not fit .*timm/test_vit: only the network has cls_token"):

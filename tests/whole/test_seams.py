@@ -60,7 +60,7 @@ def test_in_training_a_hidden_key_is_not_seen():
 
 def test_a_mask_that_is_not_float_is_refused():
     attention, x = Attention(16, 4), torch.randn(1, 3, 16)
-    with pytest.raises(TypeError, match=r"attention_mask is added to the scores and must be float, got torch.bool"):
+    with pytest.raises(TypeError, match=r"attention_mask is added to the scores, so it must be float, got torch.bool"):
         attention(x, x, x, attention_mask=torch.zeros(3, 3, dtype=torch.bool))
 
 
@@ -196,7 +196,7 @@ def registered():
         (
             ["l1_again"],
             ConfigError,
-            r"LOSSES must contain entries \[name of a loss, weight\] or .*, got 'l1_again'",
+            r"LOSSES must contain entries of the form \[name of a loss, weight\] or .*, got 'l1_again'",
         ),
     ],
 )
@@ -206,7 +206,7 @@ def test_losses_that_cannot_be_are_refused(losses, error, message):
 
 
 def test_two_stages_are_refused_under_softmax():
-    with pytest.raises(ConfigError, match="ranks proposals by a sigmoid"):
+    with pytest.raises(ConfigError, match="ranks proposals by sigmoid scores"):
         build_detector(random_config(**{**DEFORMABLE, "MODEL__CRITERION__CLASSIFICATION__NAME": "softmax"}))
 
 
@@ -214,7 +214,7 @@ def test_a_part_that_lacks_what_its_contract_asks_for_is_refused():
     detector = make("detr")
     del detector.backbone.size_divisibility
     with pytest.raises(
-        TypeError, match=r"the backbone FastResNetBackbone has no size_divisibility; its contract asks for strides, chan"
+        TypeError, match=r"the backbone FastResNetBackbone has no size_divisibility; its contract requires strides, chan"
     ):
         DETR(detector.backbone, detector.position, detector.transformer, 16, num_queries=2, num_logits=3)
 
@@ -225,7 +225,7 @@ def test_a_query_source_without_a_number_of_queries_is_refused_and_an_empty_one_
     detector, source = make(kind), nn.ModuleList()
     parts = (detector.backbone, detector.position, detector.transformer, 16)
     more = {"neck": detector.neck, "queries": source} | ({"decoder_position": None} if kind == "detr" else {})
-    with pytest.raises(TypeError, match=r"the query source ModuleList has no num_queries; its contract asks for num_queries"):
+    with pytest.raises(TypeError, match=r"the query source ModuleList has no num_queries; its contract requires num_queries"):
         type(detector)(*parts, num_queries=2, num_logits=3, **more)
     source.num_queries = 2
     assert type(detector)(*parts, num_queries=2, num_logits=3, **more).queries is source

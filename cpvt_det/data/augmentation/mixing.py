@@ -16,7 +16,7 @@ than two such corners wide or high is left unchanged."""
 
 
 class Mixing:
-    """Base class that applies its subclass's ``mix(scene, draw)`` to a share of the images.
+    """Base class that applies its subclass's ``mix(scene, draw)`` to a random part of the images.
 
     Args:
         p: probability that an image is mixed, in [0, 1].
@@ -90,16 +90,16 @@ class Mosaic(Mixing):
 
 @AUGMENTATION_REGISTRY.register_as("MixUp")
 class MixUp(Mixing):
-    """The mean of two images, with the objects of both; the second is resized to fit into the canvas, at a random place.
+    """The weighted mean of two images, with the objects of both; the second is resized to fit into the canvas, at a random place.
 
     Args:
         p: probability.
-        share: range of the first image's weight, in those pixels that both images cover.
+        share: range of the first image's weight in the pixels that both images cover.
 
     Raises:
         ValueError: shares outside [0, 1].
 
-    Source: arXiv 1902.04103, section 3.1; here objects have no weights, hence shares near a half.
+    Source: arXiv 1902.04103, section 3.1; here objects have no weights, so the shares are close to a half.
     """
 
     def __init__(self, p: float = 0.5, share: Sequence[float] = (0.4, 0.6)):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """torchvision's augmentations of a single image, under torchvision's names.
 
-They exclude those after which boxes no longer match the pixels (``RandomErasing``; ``ElasticTransform``, which moves only corners),
-those that refuse boxes, and those with config keys of their own: mirroring, resizing.
+Some are left out: those after which boxes no longer match the pixels (``RandomErasing``; ``ElasticTransform``, which moves only a
+box's corners), those that do not accept boxes, and those with config keys of their own (mirroring and resizing).
 """
 
 import functools
@@ -69,19 +69,19 @@ for _name in (*COLOURS, *PLACES, *GROUPS):
 
 @AUGMENTATION_REGISTRY.register_as("RandomIoUCrop")
 class RandomIoUCrop(v2.RandomIoUCrop):
-    """torchvision's SSD crop, changed to end for every image and to remove boxes by the same rule as other augmentations.
+    """torchvision's SSD crop, changed so that it ends for every image and removes boxes by the same rule as other augmentations.
 
     torchvision's own version removes each box whose centre is outside the crop, however much of the object is still visible.
 
     Args:
         min_scale, max_scale: sides of the crop as fractions of the image's sides.
         min_aspect_ratio, max_aspect_ratio: width over height of the crop, in pixels, regardless of the image's own ratio.
-        sampler_options: overlaps, one drawn per image, that a crop must have with at least one box; at 1 the image stays whole.
-            ``None``: 0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.
+        sampler_options: overlaps, one of which is drawn for each image; a crop must have at least this overlap with some box, and 1
+            leaves the image whole. ``None`` means 0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.
         trials: number of crops that are tried for an overlap, before another overlap is drawn.
 
     Raises:
-        ValueError: ``sampler_options`` without 1; for some images no other overlap can be met, and the search would never end.
+        ValueError: ``sampler_options`` without 1: for some images no other overlap can be reached, so the search would never end.
 
     Source: arXiv 1512.02325, section 2.2.
     """
@@ -100,7 +100,7 @@ class RandomIoUCrop(v2.RandomIoUCrop):
             raise ValueError(f"sampler_options must contain 1, which keeps the image whole, got {list(self.options)}")
 
     def forward(self, image: Tensor, boxes: Tensor, labels: Tensor) -> Scene:
-        """Crop; an image without boxes stays whole at once, which torchvision decides only after many trials."""
+        """Crop. An image without boxes is left whole at once; torchvision would do so only after many trials."""
         return super().forward(image, boxes, labels) if len(boxes) else (image, boxes, labels)
 
     def transform(self, inpt: Any, params: dict[str, Any]) -> Any:

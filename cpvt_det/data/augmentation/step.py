@@ -13,14 +13,14 @@ from cpvt_det.common.errors import BadInputError, ConfigError, first_line
 from cpvt_det.data.augmentation.contract import DrawScene, Scene
 
 MIN_SIDE = 1
-"""Smallest side in pixels; a box that is cut to less is removed."""
+"""Smallest side in pixels; a box that is clipped to a smaller side is removed."""
 
 
 def clip_to_visible(boxes: Tensor, size: tuple[int, int], min_visible: float) -> tuple[Tensor, Tensor]:
     """Clip boxes to an image, and mark the ones to keep.
 
     A box is removed if it has no area, if less than ``min_visible`` of its area is inside, or if it is cut to less than a pixel in
-    one direction. A box that is wholly inside stays, however small, because resizing keeps such boxes, too.
+    one direction. A box that is completely inside is kept, however small, because resizing keeps such boxes, too.
 
     Args:
         boxes: (G, 4) float, xyxy in pixels, which may reach beyond the image.
@@ -40,7 +40,7 @@ def clip_to_visible(boxes: Tensor, size: tuple[int, int], min_visible: float) ->
 
 
 def as_scene(image: Tensor, boxes: Any, labels: Tensor) -> Scene:
-    """An image and its objects in torchvision's types; torchvision's transforms do not clip these boxes.
+    """Convert an image and its objects to torchvision's types, so that torchvision's transforms do not clip the boxes.
 
     Args:
         image, labels: as in :data:`Scene`.
@@ -53,7 +53,7 @@ def as_scene(image: Tensor, boxes: Any, labels: Tensor) -> Scene:
 
 @contextlib.contextmanager
 def augmentation_errors(name: str, scene: Scene, where: str) -> Iterator[None]:
-    """Within this block, errors of an augmentation become errors that name it and the image.
+    """Turn errors of an augmentation within this block into errors that name the augmentation and the image.
 
     Args:
         name: name of the augmentation.

@@ -17,7 +17,7 @@ from cpvt_det.data.validation.rules import FAULT, category_fault
 def read_coco_files(listing: Listing, files: Sequence[Path]) -> Sections:
     """Join COCO JSONs into one data set. Classes are matched by name and keep the id from the first file; images may be anywhere.
 
-    The ``split`` of an image is the one that the path of its JSON names.
+    The ``split`` of an image is the one named in the path of its JSON.
 
     Raises:
         DataError: an entry that is not a JSON object, a category that cannot be used, an image in two files of one split.
@@ -33,7 +33,9 @@ def read_coco_files(listing: Listing, files: Sequence[Path]) -> Sections:
             images.append({"id": new_id, **_image(image, number, path, names), "split": split})
             other = file_of.setdefault((split, images[-1]["file_name"]), path)
             if other != path:
-                raise DataError(f"{images[-1]['file_name']} is in {other} and in {path}; keep one, or name the sets in a config")
+                raise DataError(
+                    f"{images[-1]['file_name']} is in {other} and in {path}; keep one, or name the data sets in a config"
+                )
         known = {"image_id": image_ids, "category_id": _add_categories(ids, _objects(read, path, "categories"), path)}
         boxes = _objects(read, path, "annotations")
         count = Counter(repr(annotation["id"]) for annotation in boxes if annotation.get("id") is not None)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recognise the layout of a folder by the content of its files, not by their names.
 
-Known: COCO JSON (COCO's own folders, RF-DETR's and Roboflow's ``_annotations.coco.json``, CVAT's, a JSON next to its images);
-YOLO with a YAML file (Ultralytics, Roboflow, CVAT) or text files alone (CVAT's YOLO 1.1, LabelImg); Pascal VOC with ``ImageSets``
-or XML files anywhere (Roboflow, LabelImg); CVAT's own XML; and formats registered by the user.
+Known layouts: COCO JSON (COCO's own folders, RF-DETR's and Roboflow's ``_annotations.coco.json``, CVAT's, a JSON next to its
+images); YOLO with a YAML file (Ultralytics, Roboflow, CVAT) or text files alone (CVAT's YOLO 1.1, LabelImg); Pascal VOC with
+``ImageSets`` or XML files anywhere (Roboflow, LabelImg); CVAT's own XML; and formats registered by the user.
 """
 
 import re
@@ -42,7 +42,8 @@ class Layout:
     Attributes:
         format: name of the format: coco, yolo, voc, cvat, or one that the user registered.
         what: the files that are read, for the log.
-        places: files of the folder's own splits, ``train`` and at least one other, for a config to name; may be empty.
+        places: files of the splits that the folder itself defines, ``train`` and at least one other, if a config can refer to them;
+            otherwise empty.
         read: function that reads all images at once.
         notes: remarks on what was found but is not read, one line each.
     """
@@ -59,10 +60,10 @@ def find_layout(listing: Listing, wanted: str = "") -> Layout:
 
     Args:
         listing: files of the folder.
-        wanted: format to read if the folder has annotations in several formats; empty for the only one.
+        wanted: format to read if the folder has annotations in several formats; empty if it has only one.
 
     Raises:
-        DataError: no annotations, or several formats at once.
+        DataError: no annotations, or annotations in several formats.
         UnknownNameError: a format that does not exist.
     """
     own = [name for name in FORMAT_REGISTRY.names if name not in ("yolo", "voc", "image_folder")]  # image_folder has no boxes
@@ -75,10 +76,10 @@ def find_layout(listing: Listing, wanted: str = "") -> Layout:
         listed = "; ".join(f"{layout.format} ({layout.what})" for layout in found)
         raise DataError(
             f"{listing.root} has annotations in several formats: {listed}; choose one, as in --format {found[0].format}, or remove "
-            "the other"
+            "the others"
         )
     if not found:
-        nothing = f"{listing.root} has nothing in the format {wanted}; leave --format out to take what it has"
+        nothing = f"{listing.root} has no annotations in the format {wanted}; leave out --format to use those that it has"
         raise DataError(nothing if wanted else _nothing(listing))
     return found[0]
 
@@ -87,7 +88,7 @@ def _own_layout(listing: Listing, name: str) -> Layout | None:
     """The layout in a registered format, if it matches the folder, a file directly in it, or exactly one folder below it.
 
     Raises:
-        DataError: several folders that match, none of them inside another one.
+        DataError: several folders that match and are not inside each other.
     """
     data_format = FORMAT_REGISTRY.get(name)
     direct = (listing.root, *(path for path in listing.files if path.parent == listing.root))
@@ -97,7 +98,8 @@ def _own_layout(listing: Listing, name: str) -> Layout | None:
         found = [folder for folder in below if not any(other in folder.parents for other in below)]
     if len(found) > 1:
         raise DataError(
-            f"several folders in the format {name}: {few(found)}; name one of them instead of {listing.root}, or another --format"
+            f"several folders in the format {name}: {few(found)}; give one of them instead of {listing.root}, or choose another "
+            "--format"
         )
     return _registered(name, found[0]) if found else None
 
@@ -124,7 +126,7 @@ def _registered(name: str, path: Path) -> Layout:
         what,
         places if can_be_named else {},
         lambda: _read_together([(split, data_format.read(path, one)) for one, split in splits.items()]),
-        [f"not read: splits {few(others)}; name them in a config, or divide all with --new-split"] if others else [],
+        [f"not read: splits {few(others)}; name them in a config, or split all images anew with --new-split"] if others else [],
     )
 
 
@@ -165,7 +167,7 @@ def _coco(listing: Listing) -> Layout | None:
 
 
 def _coco_places(listing: Listing, of_split: Mapping[str, Path]) -> Places:
-    """A JSON and an image folder for each split; empty if a JSON has faults, classes differ, or its images share no folder."""
+    """A JSON and an image folder for each split; empty if a JSON has faults, classes differ, or images have no common folder."""
     places, classes, found = {}, [], Names(listing.images, listing)
     for split, path in of_split.items():
         dataset = read_coco(DatasetFiles(split, path))
@@ -189,7 +191,7 @@ def _yolo(listing: Listing) -> Layout | None:
     yamls = [path for path in listing.with_suffix(".yaml", ".yml") if len(set(keys.findall(ends_of(path, HEAD)))) > 1]
     yamls = [path for path in yamls if path.stem in ("data", "dataset")] or yamls
     if len(yamls) > 1:
-        raise DataError(f"several YAML files look like YOLO's: {few(yamls)}; keep one, or name the sets in a config")
+        raise DataError(f"several YAML files look like YOLO's: {few(yamls)}; keep one, or name the data sets in a config")
     if yamls:
         splits = YoloFile(yamls[0]).missing
         missing = [why for why in splits.values() if why]
@@ -199,7 +201,7 @@ def _yolo(listing: Listing) -> Layout | None:
         return replace(layout, notes=[*layout.notes, *(f"not read: {line}" for line in missing)])
     labels = label_files(listing)
     lists = [path for path in sorted(set(listing.with_suffix(".txt")) - set(labels)) if split_named(path.stem)]
-    notes = [f"not read: {path}; a data.yaml with train: and val: makes a split of such lists" for path in lists]
+    notes = [f"not read: {path}; to use such lists as splits, name them in a data.yaml with train: and val:" for path in lists]
     return Layout("yolo", _several(labels), {}, lambda: read_label_files(listing), notes) if labels else None
 
 
@@ -210,7 +212,7 @@ def _voc(listing: Listing) -> Layout | None:
     lists = {path.parent for path in listing.with_suffix(".txt") if path.parts[-3:-1] == ("ImageSets", "Main")}
     roots = sorted(folder.parent.parent for folder in lists)
     if len(roots) > 1:
-        raise DataError(f"several Pascal VOC folders: {few(roots)}; name one of them instead of {listing.root}")
+        raise DataError(f"several Pascal VOC folders: {few(roots)}; give one of them instead of {listing.root}")
     layout = _registered("voc", roots[0] if roots and files[0].is_relative_to(roots[0]) else listing.root)
     return layout if roots else replace(layout, what=_several(files))
 
@@ -228,7 +230,8 @@ FINDERS: dict[str, Callable[[Listing], Layout | None]] = {"coco": _coco, "yolo":
 
 
 def _contains(path: Path, *words: str) -> bool:
-    """Whether a file contains all of these words; of a large file, only the ends are read: one word and ``image_id`` suffice."""
+    """Whether a file contains all of these words. Of a large file, only both ends are read; one word and ``image_id`` are
+    enough."""
     ends, is_whole = ends_of(path, HEAD), path.stat().st_size <= 2 * HEAD
     return all(word in ends for word in words) if is_whole else any(word in ends for word in words) and '"image_id"' in ends
 
@@ -240,10 +243,12 @@ def _nothing(listing: Listing) -> str:
     )
     images = f"{len(listing.images)} images" if listing.images else "no images"
     texts = Names(listing.images, listing).pair(listing.with_suffix(".txt"))
-    images += f" and {len(texts)} text files of the same names, whose lines are not class cx cy w h: {few(texts)}," if texts else ""
-    classes = "; for images in a folder of their class, train a classifier: --config-file quickstart/classifier.yaml"
+    images += (
+        f" and {len(texts)} text files with the same names, whose lines are not class cx cy w h: {few(texts)}," if texts else ""
+    )
+    classes = "; if each class has its own folder of images, train a classifier: --config-file quickstart/classifier.yaml"
     hint = classes if len({path.parent for path in listing.images}) > 1 else ""
-    return f"{listing.root} has {images} and no annotations that are known; put {known} beside them{hint}"
+    return f"{listing.root} has {images} and no annotations in a known format; put {known} beside them{hint}"
 
 
 def _several(paths: Sequence[Path]) -> str:

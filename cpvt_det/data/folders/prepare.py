@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a folder to entries of ``DATASETS.REGISTER``. Nothing is written into the folder.
 
-A split that the folder's own files define is only named. One that is drawn or follows from folder names is written as COCO JSONs.
+If the folder's own files define a split, the entries refer to these files. A split that is drawn, or that folder names define, is
+written as COCO JSONs.
 """
 
 import os
@@ -43,7 +44,7 @@ class FolderData:
     written: list[str] = field(default_factory=list)
 
     def source_of(self, source: str) -> str:
-        """The name and file of a data set for messages, with the folder in place of a JSON that was written for a split."""
+        """A data set's name and file, as messages show them: with the folder in place of a JSON that was written for a split."""
         for _, annotations, folder in self.register:
             source = source.replace(annotations, folder) if annotations in self.written else source
         return source
@@ -64,12 +65,12 @@ def name_datasets(folder: Path, output: Path, wanted: str = "", new_split: bool 
 
     Args:
         folder: folder of images and annotations, in a layout of :mod:`cpvt_det.data.folders.layouts`.
-        output: folder for the JSONs of a split that a config could not name otherwise; created when needed.
+        output: folder for JSONs, written if a config cannot refer to the splits otherwise; created when needed.
         wanted: format to read if the folder has annotations in several formats.
         new_split: whether to draw a split even if the folder has one.
 
     Raises:
-        DataError: no annotations, several formats, images that cannot be divided.
+        DataError: no annotations, annotations in several formats, or images that cannot be divided.
         UnknownNameError: a format that does not exist.
     """
     listing = Listing(folder)
@@ -118,25 +119,25 @@ def _use_test_set(parts: dict[str, Any], notes: list[str]) -> None:
 
 
 def _parts(listing: Listing, content: Sections, new_split: bool, notes: list[str]) -> dict[str, Collection[int]]:
-    """The image ids of each split, which is given by annotation files or folder names, or drawn."""
+    """The image ids of each split. Splits are defined by annotation files or folder names, or drawn at random."""
     found: dict[str, list[int]] = defaultdict(list)
     for image in content["images"]:
         found[image.get("split") or listing.split_of(Path(image["file_name"]))].append(image["id"])
     if not new_split and "train" in found and ("val" in found or "test" in found):
         left_out = len(found.pop("", ()))
-        notes += [f"left out, because no folder gives their split: {counted(left_out, 'image')}"] if left_out else []
+        notes += [f"left out, because their folder names no split: {counted(left_out, 'image')}"] if left_out else []
         _use_test_set(found, notes)
         parts: dict[str, Collection[int]] = {split: found[split] for split in SPLITS if split in found}
-        how = "by names of files and folders"
+        how = "by the names of files and folders"
     else:
-        parts, how = divide(content, listing.root, SEED, notes), f"drawn by seed {SEED}, near-duplicates together"
+        parts, how = divide(content, listing.root, SEED, notes), f"drawn with seed {SEED}, near-duplicates kept together"
     sizes = [f"{counted(len(image_ids), 'image')} for {split}" for split, image_ids in parts.items()]
     notes.append(f"split {how}: {', '.join(sizes)}")
     return parts
 
 
 def _part(content: Sections, image_ids: set[int], folder: Path) -> Sections:
-    """The given images with their annotations, and annotations of images that do not exist, for the data check to report.
+    """The given images with their annotations, plus annotations of images that do not exist, which the data check will report.
 
     Faulty values are replaced by a text that describes the fault, because JSON has neither NaN nor infinity.
     """
@@ -169,8 +170,8 @@ def refuse_overlap(train: CocoDataset, val: CocoDataset) -> None:
         first, second = min(both)
         copy = f"{first}, which is {second}" if first != second else first
         raise DataError(
-            f"in training and in validation: {counted(len(both), 'image')}, such as {copy}; the figures would include images "
-            "seen in training: remove them from one of the two, or draw a split with --new-split"
+            f"in both training and validation: {counted(len(both), 'image')}, such as {copy}; the figures would include images "
+            "seen in training, so remove them from one of the two, or draw a new split with --new-split"
         )
 
 

@@ -2,8 +2,8 @@
 """Divide a data set into images for training and images for validation.
 
 The same images and seed give the same split on every machine. Near-duplicates, such as neighbouring frames of a film, stay
-together; otherwise validation would use images that training has almost seen. A long film is cut only if there are few other
-images.
+together; otherwise validation would use images that are almost the same as training images. A long film is divided only if there
+are few other images.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from cpvt_det.data.validation.duplicates import group_near_duplicates
 
 VALIDATION_SHARE = 0.2
 MOST_TO_VALIDATE = 500
-"""Largest number of validation images; more would lengthen an evaluation, but hardly make its figures more certain."""
+"""Largest number of validation images; more images would make evaluation slower, but its figures hardly more certain."""
 
 
 def divide(content: Sections, root: Path, seed: int, notes: list[str]) -> dict[str, set[int]]:
@@ -31,8 +31,8 @@ def divide(content: Sections, root: Path, seed: int, notes: list[str]) -> dict[s
         notes: list to which remarks on the split are added, one line each.
 
     Returns:
-        ``train`` and ``val``, each with the ids of its images. Both have every class, unless ``val`` would then need a group with
-        the last objects of some class, or one that is larger than all of ``val`` should be.
+        ``train`` and ``val``, each with the ids of its images. Both have every class if possible. ``val`` lacks a class if every
+        group of near-duplicates with this class has the last objects of some class, or is larger than ``val`` as a whole should be.
 
     Raises:
         DataError: fewer than two images.
@@ -40,7 +40,7 @@ def divide(content: Sections, root: Path, seed: int, notes: list[str]) -> dict[s
     images = {image["id"]: image["file_name"] for image in content["images"]}
     if len(images) < 2:
         raise DataError(
-            f"too few images with annotations to train and validate on: {len(images)}; add some, or name the sets in a config"
+            f"too few images with annotations to train and validate on: {len(images)}; add some, or name the data sets in a config"
         )
     target = max(1, min(MOST_TO_VALIDATE, round(VALIDATION_SHARE * len(images))))
     groups = _groups(images, root, seed)
@@ -49,8 +49,8 @@ def divide(content: Sections, root: Path, seed: int, notes: list[str]) -> dict[s
         ordered = (sorted(group, key=images.__getitem__) for group in groups)
         groups = [group[start : start + target] for group in ordered for start in range(0, len(group), target)]
         notes.append(
-            f"{sum(map(len, long))} images are nearly the same, as frames of a film are, and there are few others: they were "
-            "divided in the order of their names, so the figures come from images that are like those of the training set"
+            f"{sum(map(len, long))} images are nearly the same, like the frames of a film, and there are few others: they were "
+            "split in the order of their names, so the validation images resemble those of the training set"
         )
     classes = defaultdict(set)
     for annotation in content["annotations"]:
@@ -75,7 +75,7 @@ def _groups(images: Mapping[int, str], root: Path, seed: int) -> list[list[int]]
 
 
 def _choose(classes: Sequence[set[str]], sizes: Sequence[int], target: int) -> set[int]:
-    """Groups for validation: one for each class, the rarest first, then others in their order, up to ``target`` images.
+    """Choose groups for validation: one for each class, rarest classes first, then others in order, up to ``target`` images.
 
     The last group with objects of a class stays in training, and so does a group that alone exceeds the target.
     """

@@ -23,7 +23,7 @@ SHAPES: dict[str, tuple[Sequence[str], Callable[[Sequence[float], float], list[f
     "ellipse": (("cx", "cy", "rx", "ry"), lambda numbers, angle: around_ellipse(*numbers, angle)),
     "mask": (("left", "top", "width", "height"), lambda numbers, angle: list(numbers)),
 }
-"""CVAT shape -> the attributes with its numbers, and a function from these and an angle in radians to COCO's box."""
+"""CVAT shape -> the attributes that hold its numbers, and a function that turns these and an angle in radians into COCO's box."""
 
 
 def read_cvat_files(listing: Listing, trees: Mapping[Path, ET.Element]) -> Sections:
@@ -34,7 +34,7 @@ def read_cvat_files(listing: Listing, trees: Mapping[Path, ET.Element]) -> Secti
         trees: XML file -> its content.
 
     Raises:
-        DataError: CVAT's XML of a video, which has tracks in place of images.
+        DataError: CVAT's XML for a video, which has tracks instead of images.
     """
     images: list[dict[str, Any]] = []
     annotations: list[dict[str, Any]] = []
@@ -59,7 +59,7 @@ def read_cvat_files(listing: Listing, trees: Mapping[Path, ET.Element]) -> Secti
 
 
 def skipped_shapes(trees: Mapping[Path, ET.Element]) -> list[str]:
-    """A line for each kind of shape in CVAT's XML that has no box: points, polylines, skeletons."""
+    """One line of text for each kind of shape in CVAT's XML that has no box: points, polylines, skeletons."""
     shapes = (shape for tree in trees.values() for image in tree.iterfind("image") for shape in image if shape.get("label"))
     counts = Counter(shape.tag for shape in shapes if shape.tag not in (*SHAPES, "tag"))  # a tag labels the whole image
     return [f"not read: {number} annotations of the kind {tag!r}, which have no box" for tag, number in sorted(counts.items())]

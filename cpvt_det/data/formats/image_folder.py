@@ -29,11 +29,11 @@ def read_image_folder(root: Path, split: str) -> Sections:
 
     Args:
         root: folder of the splits.
-        split: name of a folder in ``root`` whose subfolders are the classes; empty: the folders in ``root`` are the classes.
+        split: name of a folder in ``root`` whose subfolders are the classes; if empty, the folders in ``root`` are the classes.
 
     Returns:
-        The sections. Category ids count from 1 in alphabetical order over the classes of all splits, so that a split that lacks a
-        class has the same labels; image ids count from 1 in the order of the paths.
+        The sections. Category ids count from 1 in alphabetical order over the classes of all splits, so that labels are the same
+        even in a split that lacks a class; image ids count from 1 in the order of the paths.
 
     Raises:
         DataError: a split that does not exist, or that has no class folder.

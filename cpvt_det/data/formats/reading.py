@@ -23,7 +23,7 @@ def read_foreign(files: DatasetFiles) -> Sections:
 
     Returns:
         The sections. Sizes that the annotations lack are read from the image files; a file that cannot be read gets the size 1 x 1,
-        and is reported by the check of the images. An annotation's ``source`` is its file and position.
+        and is later reported when images are checked. An annotation's ``source`` is its file and position.
 
     Raises:
         DataError: an unknown format, or a split that does not exist.
@@ -32,14 +32,14 @@ def read_foreign(files: DatasetFiles) -> Sections:
     if data_format is None:
         raise DataError(
             f"{files.annotations} is not a data set: expected a COCO JSON file, a YOLO folder with data.yaml (or its YAML file by "
-            "path), a Pascal VOC folder with Annotations/*.xml, a folder of images per class (SPLIT/CLASS/*.jpg), or a format of a "
-            "module that is imported with --import MODULE"
+            "path), a Pascal VOC folder with Annotations/*.xml, a folder of images per class (SPLIT/CLASS/*.jpg), or a format "
+            "registered by a module given with --import MODULE"
         )
     return complete(data_format.read(files.annotations, files.split))
 
 
 def complete(content: Sections) -> Sections:
-    """The same sections, with all image sizes, boxes in pixels, and notes added."""
+    """The same sections, after adding missing image sizes, boxes in pixels, and notes."""
     content.setdefault("notes", {})
     _add_sizes(content["images"])
     _add_boxes(content)
@@ -62,7 +62,7 @@ def _size(path: str) -> tuple[int, int]:
 
 
 def _add_boxes(content: Sections) -> None:
-    """Convert boxes relative to their image to pixels; boxes with numbers far outside [0, 1] become faults."""
+    """Convert boxes relative to their image to pixels; boxes with numbers far outside [0, 1] are marked as faulty."""
     size_of = {image["id"]: (image.get("width", 1), image.get("height", 1)) for image in content["images"]}
     for annotation in content["annotations"]:
         relative = annotation.pop("relative_cxcywh", None)
@@ -70,7 +70,7 @@ def _add_boxes(content: Sections) -> None:
             continue
         if any(LARGEST_SHARE < abs(number) < math.inf for number in relative):
             why = f"{relative!r}; expected centre, width and height in [0, 1], not pixels"
-            annotation[FAULT] = ["boxes that are not shares of the image", why]
+            annotation[FAULT] = ["boxes that are not fractions of the image", why]
         else:
             (cx, cy, w, h), (width, height) = relative, size_of[annotation["image_id"]]
             annotation["bbox"] = [(cx - w / 2) * width, (cy - h / 2) * height, w * width, h * height]

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pascal VOC's format: one XML file per image.
 
-Box coordinates start at 1 and include the last pixel; if any is 0, they are taken to start at 0 in the whole data set. Objects
-marked difficult are neither learned nor counted in evaluation, as in VOC's own evaluation: they become COCO's crowds. Source: the
-VOC 2012 development kit, section 10. Rotated boxes (roLabelImg) and polygons (LabelMe) become the upright boxes around them.
+Box coordinates start at 1 and include the last pixel; if any box is at 0, coordinates are taken to start at 0 in the whole data
+set. Objects marked difficult are neither learned nor counted in evaluation, as in VOC's own evaluation: they become COCO's crowds.
+Source: the VOC 2012 development kit, section 10. Rotated boxes (roLabelImg) and polygons (LabelMe) become the upright boxes around
+them.
 """
 
 import math
@@ -55,7 +56,8 @@ def read_voc(folder: Path, split: str) -> Sections:
 
     Returns:
         The sections. Category ids count from 1 in the order of ``classes.txt`` in the folder, or else in alphabetical order over
-        all XML files of the folder, regardless of the split; image ids count from 1 in the order of the split, or of their names.
+        all XML files of the folder, regardless of the split; image ids count from 1 in the order of the split's file, or else of
+        the file names.
 
     Raises:
         DataError: a file that cannot be read, or a split that does not exist.
@@ -90,7 +92,7 @@ def read_voc(folder: Path, split: str) -> Sections:
     notes = {
         "objects marked difficult, neither learned nor counted in evaluation": difficult,
         "boxes whose minimum is above their maximum, sorted": swapped,
-        "coordinates that start at 0, as one of them is 0": [] if first else [chosen[0].parent],
+        "coordinates taken to start at 0, because one of them is 0": [] if first else [chosen[0].parent],
     }
     return make_sections(images, annotations, {number: name for name, number in ids.items()}, notes, files.notes, names.notes)
 
@@ -101,7 +103,7 @@ def _name(element: ET.Element) -> str:
 
 
 def _classes(folder: Path, trees: Iterable[ET.Element]) -> dict[str, int]:
-    """Class name -> category id, from 1: in the order of ``classes.txt``, or else of the names in the XML files, sorted."""
+    """Class name -> category id, from 1: in the order of ``classes.txt``, or else of the sorted names in the XML files."""
     listed = folder / "classes.txt"
     if listed.is_file():
         names = map(composed, read_lines(listed))
@@ -117,7 +119,7 @@ def _first(trees: Iterable[ET.Element]) -> int:
 
 
 def _split(folder: Path, split: str, names: Names) -> list[Path]:
-    """The XML files of a split, in its order."""
+    """The XML files of a split, in the order of the split's file."""
     path = _lists(folder).get(split)
     if path is None:
         known, place = ", ".join(voc_splits(folder)) or "none", folder / "ImageSets" / "Main" / f"{split}.txt"
@@ -126,7 +128,7 @@ def _split(folder: Path, split: str, names: Names) -> list[Path]:
 
 
 def _listed(folder: Path, path: Path, line: str, names: Names) -> Path:
-    """The XML file for a line that names an image, perhaps in quotes and perhaps followed by VOC's 1, 0 or -1."""
+    """The XML file for a line that names an image. The name may be in quotes, and may be followed by VOC's 1, 0 or -1."""
     whole = line[1:-1].strip() if line[:1] == line[-1:] == '"' else line
     for loosely in (False, True):
         for name in (whole, re.sub(r"\s+-?[01]$", "", whole).strip('"')):

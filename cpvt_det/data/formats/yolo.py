@@ -22,17 +22,17 @@ from cpvt_det.data.text import ends_of, numbered_lines, read_lines, read_text
 from cpvt_det.data.validation.rules import FAULT
 
 NAME_FILES = ("classes.txt", "obj.names", "labels.txt", "names.txt", "_darknet.labels")
-"""Files with one class name per line, in the order of the class numbers; so are files that end in ``.names``."""
+"""Files with one class name per line, in the order of the class numbers; files that end in ``.names`` are read in the same way."""
 MOST_CLASSES = 10_000
 """Largest number of classes in a folder of text files without class names."""
 LINE = "class cx cy w h"
 KEYPOINTS = "keypoints need kpt_shape in data.yaml"
 CORNERS = (8, 10)
-"""Count of numbers in a polygon of four points, open or closed; tools write boxes, even rotated ones, as such polygons."""
+"""How many numbers a polygon of four points has, open or closed; tools write boxes, even rotated ones, as such polygons."""
 LARGEST_CORNER = 1.5
-"""Largest coordinate of a polygon, as a fraction of the image's side; a larger number may be a keypoint's visibility."""
+"""Largest coordinate of a polygon, as a fraction of the image's side; a larger number may be the visibility of a keypoint."""
 AT_LEAST = 5
-"""Smallest number of lines at which equal lengths suggest that all lines hold keypoints."""
+"""Smallest number of lines for which equal lengths suggest that all lines contain keypoints."""
 
 
 def find_yolo(path: Path) -> Path | None:
@@ -44,13 +44,13 @@ def find_yolo(path: Path) -> Path | None:
 
 
 class YoloFile:
-    """The YAML file of a data set; paths in it are relative to its ``path:``, or else to the file.
+    """The YAML file of a data set; paths in it are relative to its ``path:``, or without one to the file.
 
     Args:
         path: a folder with ``data.yaml``, or the YAML file.
 
     Raises:
-        DataError: a file that cannot be read, or with other content.
+        DataError: a file that cannot be read, or that has other content.
     """
 
     def __init__(self, path: Path):
@@ -71,7 +71,7 @@ class YoloFile:
 
     @property
     def missing(self) -> dict[str, str]:
-        """Each split that the file names -> an error if its images do not exist, or an empty text."""
+        """Each split that the file names -> an error message if its images do not exist, else an empty text."""
         found = {}
         for split in filter(self._written, SPLITS):
             try:
@@ -120,13 +120,13 @@ class YoloFile:
             if there is None:
                 raise DataError(
                     f"{self.path}: split {split!r} is {place}, but {tried[0]} does not exist; write its path relative to the "
-                    "folder of the file"
+                    "folder of this YAML file"
                 )
             places.append(there)
         return places
 
     def listing(self, places: Iterable[Path]) -> Listing:
-        """The files of the data set: those below its folder, and those around images that are elsewhere."""
+        """The files of the data set: those below its folder, and those near images that are elsewhere."""
         others, real = [], self.root.resolve()
         folders = (place if place.is_dir() else place.parent for place in places)
         for place in (place for place in folders if real not in (place.resolve(), *place.resolve().parents)):
@@ -139,7 +139,7 @@ class YoloFile:
         return [self.path, *self.listing(self.places(split)).files]
 
     def _written(self, split: str) -> Any:
-        """The value under any name of a split; ``None`` if there is none."""
+        """The value that the file gives for a split, under any of the split's names; ``None`` if there is none."""
         return next((self.content[key] for key, of in SPLIT_NAMES.items() if of == split and self.content.get(key)), None)
 
 
@@ -178,7 +178,7 @@ def read_yolo(path: Path, split: str) -> Sections:
 
 
 def label_files(listing: Listing) -> list[Path]:
-    """The text files named like images, if any of them has lines like YOLO's; without such names, all files with such lines."""
+    """The text files named like images, if any of them has lines like YOLO's; if there are none, all text files with such lines."""
     pairs = Names(listing.images, listing).pair(_texts(listing))
     alike = [path for path in pairs or _texts(listing) if _is_like_labels(path, strictly=not pairs)]
     return list(pairs) if alike and pairs else alike
@@ -239,11 +239,11 @@ def _sections(
     notes |= _settle(annotations, is_known=keypoints is not None)
     if classes is None:
         classes = _numbers_as_names(annotations)
-        notes["classes without names, called by their numbers; write the names into classes.txt"] = [", ".join(classes.values())]
+        notes["classes without names, named by their numbers; list the names in classes.txt"] = [", ".join(classes.values())]
     for annotation in annotations:
         number = annotation["category_id"]
         if number not in classes and FAULT not in annotation:
-            why = f"class {number}; names are those of {min(classes)} to {max(classes)}"
+            why = f"class {number}; there are names for {min(classes)} to {max(classes)}"
             annotation[FAULT] = ["classes that have no name", why]
         for key in ("count", "numbers"):
             annotation.pop(key, None)
@@ -251,7 +251,8 @@ def _sections(
 
 
 def _parse(line: str, keypoints: int) -> dict[str, Any]:
-    """Class and box of a line, or its fault; for an ambiguous line also the ``count`` of numbers and the first six ``numbers``."""
+    """Class and box of a line, or its fault; for an ambiguous line also ``count``, how many numbers it has, and the first six
+    ``numbers``."""
     said, number, *numbers = repr(line[:100]), *_numbers(line)
     if not all(map(math.isfinite, (number, *numbers))):
         return _fault("lines that are not numbers", f"{said}; expected {LINE}")
@@ -268,7 +269,10 @@ def _parse(line: str, keypoints: int) -> dict[str, Any]:
         more = "" if keypoints or count < 5 else f"; {KEYPOINTS}"
         return _fault("lines of another length", f"{counted(count, 'number')} after the class; expected {known}{more}")
     if count > 6 and max(map(abs, numbers)) > LARGEST_CORNER:
-        return _fault("lines that are no polygons", f"{said}; expected {LINE}, or points in parts of the sides; {KEYPOINTS}")
+        return _fault(
+            "lines that are not polygons",
+            f"{said}; expected {LINE}, or polygon points as fractions of the image's sides; {KEYPOINTS}",
+        )
     xs, ys = numbers[0::2], numbers[1::2]
     centre = [(min(xs) + max(xs)) / 2, (min(ys) + max(ys)) / 2]
     return found | {"relative_cxcywh": [*centre, max(xs) - min(xs), max(ys) - min(ys)]}
@@ -290,10 +294,10 @@ def _fault(heading: str, detail: str) -> dict[str, Any]:
 def _settle(annotations: Sequence[dict[str, Any]], is_known: bool) -> dict[str, list[str]]:
     """Decide what ambiguous lines mean; returns notes.
 
-    A box may be followed by a confidence, and then by a track, which is a whole number. Lines are read so if their first four
-    numbers are always a box inside the image, but the four from the second number on are not. Polygons in a data set differ in
-    their number of points, and lists of keypoints do not; this is checked unless the number of keypoints ``is_known``. Lines
-    that remain unclear become faults.
+    A box may be followed by a confidence, and then by a track, which is a whole number. Lines are read in this way if the first
+    four numbers are a box inside the image in every line, while the four numbers from the second one on are not in at least one
+    line. Polygons in a data set differ in their number of points, and lists of keypoints do not; this is checked unless the number
+    of keypoints ``is_known``. Lines that remain unclear are marked as faulty.
     """
     notes = {}
     of_count = {count: [box for box in annotations if box.get("count") == count] for count in (5, 6)}
@@ -304,7 +308,7 @@ def _settle(annotations: Sequence[dict[str, Any]], is_known: bool) -> dict[str, 
         by_start = [all(_is_box(box["numbers"][start : start + 4]) for box in lines) for start in (0, 1)]
         if by_start == [True, False] and all(0 <= box["numbers"][4] <= 1 for box in lines):
             what = "a confidence" if count == 5 else "a confidence and a track"
-            notes[f"boxes with {what} behind them, which is not read"] = [box["source"] for box in lines]
+            notes[f"boxes followed by {what}, which is not read"] = [box["source"] for box in lines]
             for box in lines:
                 box["relative_cxcywh"] = box["numbers"][:4]
         else:
@@ -314,15 +318,15 @@ def _settle(annotations: Sequence[dict[str, Any]], is_known: bool) -> dict[str, 
     if not is_known and len(polygons) == len(annotations) >= AT_LEAST and len({box["count"] for box in polygons}) == 1:
         for box in polygons:
             why = (
-                f"all lines have {box['count']} numbers after the class: keypoints behind a box, or polygons? Write "
-                "kpt_shape: [KEYPOINTS, 2 or 3] into data.yaml; for polygons, kpt_shape: [0, 2]"
+                f"all lines have {box['count']} numbers after the class, so they may be boxes with keypoints or polygons: for "
+                "keypoints, write kpt_shape: [KEYPOINTS, 2 or 3] into data.yaml; for polygons, kpt_shape: [0, 2]"
             )
             box[FAULT] = ["lines that may be keypoints", why]
     return notes
 
 
 def _is_box(numbers: Sequence[float]) -> bool:
-    """Whether numbers are cx, cy, w and h of a box in its image, with a tolerance of a hundredth on each side."""
+    """Whether numbers are cx, cy, w and h of a box inside its image, with a tolerance of a hundredth on each side."""
     (cx, cy, w, h), low, high = numbers, -0.01, 1.01
     return w > 0 and h > 0 and low <= min(cx - w / 2, cy - h / 2) and max(cx + w / 2, cy + h / 2) <= high
 
@@ -336,14 +340,14 @@ def _numbers_as_names(annotations: Sequence[dict[str, Any]]) -> dict[int, str]:
     last = max(annotations, key=lambda annotation: annotation["category_id"], default={"category_id": 0})
     if last["category_id"] >= MOST_CLASSES:
         raise DataError(
-            f"{last['source']}: class {last['category_id']}, but no file has the names of the classes, which are counted from 0; "
-            f"correct it, or write the names into a {NAME_FILES[0]}, a line each"
+            f"{last['source']}: found class {last['category_id']}, but no file lists the class names (classes are counted from 0); "
+            f"correct the number, or list the names in {NAME_FILES[0]}, one per line"
         )
     return {number: str(number) for number in range(max(last["category_id"], 0) + 1)}
 
 
 def _listed_names(listing: Listing) -> list[str]:
-    """The class names in files made for them; empty if there is no such file.
+    """The class names from files that list them; empty if there is no such file.
 
     Raises:
         DataError: files that contradict each other.
@@ -356,13 +360,16 @@ def _listed_names(listing: Listing) -> list[str]:
     contents = [read_lines(path) for path in files]
     other = next((number for number, names in enumerate(contents) if names != contents[0]), None)
     if other is not None:
-        raise DataError(f"{files[0]} and {files[other]} have different class names, or another order; keep the one that is right")
+        raise DataError(
+            f"{files[0]} and {files[other]} list different class names, or the same in a different order; keep the correct one"
+        )
     return contents[0] if contents else []
 
 
 def _ends(place: str) -> list[Path]:
-    """What a written path may mean in the folder of its file: Roboflow writes ``../train/images`` for ``train/images``, and
-    ``/home/me/cats/train/images`` of another machine is ``cats/train/images`` or ``train/images``, but not just any ``images``."""
+    """What a path in a YAML file may mean relative to the folder of that file: Roboflow writes ``../train/images`` for
+    ``train/images``, and ``/home/me/cats/train/images`` of another machine is ``cats/train/images`` or ``train/images``, but not
+    just any ``images``."""
     words = place.replace("\\", "/").split("/")
     parts = [word for word in words if word not in ("", ".", "..")]
     is_absolute = not words[0] or words[0].endswith(":")

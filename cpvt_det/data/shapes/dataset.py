@@ -40,8 +40,8 @@ def draw_dataset(
 ) -> None:
     """Draw the data set, or do nothing if the folder already contains it, complete and with the same parameters.
 
-    Writes ``annotations/train.json``, ``annotations/val.json``, ``train/000000.jpg``, ... Processes are spawned: a script that uses
-    more than one needs the usual ``if __name__ == "__main__":``.
+    Writes ``annotations/train.json``, ``annotations/val.json``, ``train/000000.jpg``, ... Processes are spawned, so a script that
+    uses more than one needs the usual ``if __name__ == "__main__":``.
 
     Args:
         root: folder to write to; created if missing.
@@ -49,21 +49,25 @@ def draw_dataset(
         num_val: number of validation images.
         seed: random seed, 0 or more.
         spec: properties of the images.
-        num_processes: number of processes; ``None``: one per core that this process may use, at most 16.
+        num_processes: number of processes; ``None`` means one per core that this process may use, at most 16.
 
     Raises:
         ValueError: a number out of range.
         DataError: the folder contains other data, this data set with other parameters, or only part of it.
     """
     if min(num_train, num_val, num_processes or 1) < 1 or seed < 0:
-        raise ValueError(f"images and processes must be at least 1, the seed 0: {num_train}, {num_val}, {num_processes}, {seed}")
+        raise ValueError(
+            f"the numbers of images and of processes must be at least 1, and the seed at least 0, got {num_train}, {num_val}, "
+            f"{num_processes}, {seed}"
+        )
     root = Path(root)
     infos = [describe(split, count, seed, spec) for split, count in zip(SPLITS, (num_train, num_val), strict=True)]
     if all(_is_drawn(root, info) for info in infos):
         return
     if root.is_file() or any((root / name).exists() for name in ("annotations", *SPLITS)):
         raise DataError(
-            f"{root} exists and is not this data set, complete and with the same parameters; remove it or choose another folder"
+            f"{root} exists, but is not a complete copy of this data set with the same parameters; remove it or choose another "
+            "folder"
         )
     for info in infos:
         _draw_split(root, info, spec, min(16, usable_cores()) if num_processes is None else num_processes)

@@ -2,7 +2,7 @@
 """Plan one image of the shapes data set as a scene, then paint it.
 
 The classes ``hourglass`` and ``bowtie`` are the same glyph, turned by 90 degrees: they differ only in orientation. Apart from
-jitter, mirroring changes no shape, so a flipped image keeps its labels.
+random jitter, all shapes are mirror-symmetric, so a flipped image keeps its labels.
 """
 
 import math
@@ -56,9 +56,9 @@ class ShapesSpec:
         max_objects: largest number of objects per image; the smallest is 0.
         max_overlap: largest share of a box that other boxes may cover in total.
         min_visible: smallest share of an object's area inside the image; at 0.5, an hourglass could look like a triangle.
-        scale: factor for both pixel ranges; a seed draws the same scenes at every scale.
-        aspect: width over height of every image; its area is that of a square with a side from ``image_sides``. ``None``: sides
-            are drawn independently.
+        scale: factor for both pixel ranges; the same seed gives the same scenes at every scale.
+        aspect: width over height of every image; its area is that of a square with a side from ``image_sides``. With ``None``, the
+            sides are drawn independently.
 
     Raises:
         ConfigError: objects that do not fit into the images, or are too small to be recognised.
@@ -266,7 +266,7 @@ def _clip_path(path: np.ndarray, width: int, height: int) -> np.ndarray:
 
 
 def _one_polygon(paths: Sequence[np.ndarray], width: int, height: int) -> np.ndarray:
-    """The part of an outline inside the image, without its holes; a cut, along which the polygon runs twice, leads to each hole."""
+    """The part of an outline inside the image, without its holes; a cut, which the polygon runs along twice, leads to each hole."""
     outline, *holes = (_clip_path(path, width, height) for path in paths)
     for hole in holes:
         if len(hole):

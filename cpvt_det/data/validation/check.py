@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read and check all data sets of a run before its first iteration: their JSON, the headers of their images, and their classes.
 
-The checks of an entry are in ``data/validation/rules.py``, those of an image file in ``data/images.py``.
+Entries of the JSON are checked in ``data/validation/rules.py``, and image files in ``data/images.py``.
 """
 
 import itertools
@@ -26,7 +26,7 @@ from cpvt_det.data.validation.rules import Fault
 
 PATIENCE = 30.0
 """Total seconds to wait for a data set whose mount or server does not answer."""
-NOT_TRIED = f"not tried, as no image could be read for {PATIENCE:.0f} seconds"
+NOT_TRIED = f"not tried, because no image could be read for {PATIENCE:.0f} seconds"
 AT_ONCE = 4096  # images that wait for a thread
 
 
@@ -40,7 +40,7 @@ class CheckedData:
 
     Attributes:
         train, tests: data sets in the order of the config, except those that cannot be read.
-        issues: issues of every data set, and of all data sets together.
+        issues: the issues of each data set, and those that concern all data sets together.
     """
 
     train: list[CocoDataset]
@@ -49,7 +49,7 @@ class CheckedData:
 
 
 Seen = ImageHeader | DataError
-"""The header of an image file, or the error of reading it."""
+"""The header of an image file, or the error from reading it."""
 LookAtImages = Callable[[Records, bool, float], Looked]
 
 
@@ -82,7 +82,7 @@ def look_at_images(records: Records, decode: bool, examples: float, part: range 
 
 
 def look_at_files(paths: Iterable[str], number: int, decode: bool = False, quiet: bool = False) -> Iterator[Seen]:
-    """The header or error of each path; a :class:`NotTriedError` once no image could be read for some time.
+    """The header or error of each path; from the moment when no image could be read for some time, a :class:`NotTriedError`.
 
     Args:
         paths: paths of images.
@@ -111,10 +111,10 @@ def check_data(
 
     Args:
         train, tests: files of each data set; a data set may be in both.
-        decode: whether to decode every image, which also finds damage behind the header.
+        decode: whether to decode every image, which also finds damage after the header.
         examples: largest number of examples stored for each kind of issue.
         look: function that checks the image files of a data set; with several processes, each checks a part of the files.
-        cache: folder that caches large data sets; ``None``: no cache.
+        cache: folder that caches large data sets; ``None`` for no cache.
     """
     together = Issues("", examples)
     read: dict[str, CocoDataset] = {}
@@ -156,21 +156,21 @@ def _fault(path: str, size: Sequence[int], header: Seen) -> Fault | None:
         return None
     detail = f"{path} has {header.width} x {header.height} pixels, but {said[0]} x {said[1]} in the annotations"
     if header.orientation >= 5 and said == (header.height, header.width):
-        detail += f"; EXIF orientation {header.orientation} turns it, and the annotations contain the size before turning"
+        detail += f"; EXIF orientation {header.orientation} rotates it, and the annotations contain the size before rotation"
     return "images whose size differs from the annotations", detail
 
 
 def _note_conversions(where: str, path: str, header: ImageHeader, issues: Issues) -> None:
     if header.orientation != 1:
-        issues.add_info("images turned according to EXIF; boxes are taken to be in the turned image", where)
+        issues.add_info("images rotated according to EXIF; boxes are assumed to be in the rotated image", where)
     if header.mode != "RGB":
         issues.add_info(f"images of mode {header.mode}, converted to RGB", where)
     if not path.isascii() and is_file(path) and not os.path.exists(path):
-        issues.add_info("file names whose Unicode form differs from that on the disk, resolved", where)
+        issues.add_info("file names found on the disk in another Unicode form", where)
 
 
 def _compare(data: CheckedData, together: Issues) -> None:
-    """Check that all data sets have the same classes, and that every split has an object."""
+    """Check that all data sets have the same classes, and that every split has at least one object."""
     for split in [data.train, *([test] for test in data.tests)]:
         if split and not any(dataset.records.num_boxes.any() for dataset in split):
             names = ", ".join(dataset.name for dataset in split)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images that are nearly the same: copies, other sizes or compressions of one image, neighbouring frames of a film.
+"""Images that are nearly the same: copies, the same image in another size or compression, neighbouring frames of a film.
 
 Each image becomes a thumbnail of 24 x 24 grey values, minus their mean and divided by their norm. The product of two thumbnails is
-the correlation of their pixels, so brightness and contrast do not matter. No list of pairs is made, because for a film it would
+the correlation of their pixels, so brightness and contrast do not matter. No list of all pairs is made, because for a film it would
 grow with the square of the number of frames.
 """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Issues that a check of data finds, grouped and counted, with the first examples of each kind."""
+"""Issues that are found when data is checked, grouped and counted, with the first examples of each kind."""
 
 import sys
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from typing import Any
 from cpvt_det.common.errors import DataError, DataFaultsError
 
 EXAMPLES = 20
-"""Number of examples stored for each kind of issue; others are only counted, unless all are requested."""
+"""Number of examples stored for each kind of issue; any others are only counted, unless all are requested."""
 POLICIES = ("error", "drop")
 """Values of ``DATASETS.ON_BAD``."""
 
@@ -75,7 +75,7 @@ class Issues:
             group.examples.append("".join(one if one.isprintable() else repr(one)[1:-1] for one in where))
 
     def add(self, others: "Issues") -> None:
-        """Add the issues of a further part of the same source."""
+        """Add the issues of another part of the same source."""
         for name in ("errors", "faults", "infos"):
             groups = getattr(self, name)
             for heading, other in getattr(others, name).items():
@@ -115,7 +115,7 @@ class Issues:
 
 @dataclass
 class Looked:
-    """The result of checking many image files of a data set; images without issues leave no trace in it.
+    """The result of checking many image files of a data set; it contains nothing about images without issues.
 
     Attributes:
         issues: issues that were found.
@@ -128,14 +128,14 @@ class Looked:
     may_pass: bool = False
 
     def add(self, others: "Looked") -> None:
-        """Add what was found in a further part of the images."""
+        """Add what was found in another part of the images."""
         self.issues.add(others.issues)
         self.faulty += others.faulty
         self.may_pass |= others.may_pass
 
 
 def require_no_errors(found: Iterable[Issues], on_bad: str) -> None:
-    """Refuse data with faults, all in one message.
+    """Refuse data with faults, and list all of them in one message.
 
     Args:
         found: issues of all data sets.
@@ -143,7 +143,7 @@ def require_no_errors(found: Iterable[Issues], on_bad: str) -> None:
 
     Raises:
         DataError: a single fault, in one line.
-        DataFaultsError: several faults: a line of advice, and below it a line per fault.
+        DataFaultsError: several faults; the message is a line of advice, followed by one line per fault.
     """
     bad = [issues for issues in found if issues.has_errors(on_bad)]
     if not bad:

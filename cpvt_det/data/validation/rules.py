@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rules for entries of COCO JSON: which entries are faulty, and which part of a box counts.
 
-A fault is a pair of heading and detail. Training and evaluation leave out the same boxes: those without area or outside their
+A fault is a pair of a heading and a detail. Training and evaluation leave out the same boxes: those without area or outside their
 image. Boxes partly outside are clipped in both.
 """
 
@@ -17,7 +17,7 @@ Size = tuple[float, float]
 """(height, width) in pixels."""
 
 FAULT = "fault of cpvt_det"
-"""Key by which a reader marks an entry as faulty; the value is a heading and a detail in the terms of the format."""
+"""Key by which a reader marks an entry as faulty; the value is a heading and a detail in the format's own terms."""
 WITHOUT_AREA = "boxes without area, left out"
 OUTSIDE = "boxes outside the image, left out"
 CLIPPED = "boxes partly outside the image, clipped"
@@ -100,8 +100,8 @@ def clip_box(box: list[float], size: Size) -> tuple[list[float] | None, str | No
         size: (height, width) of the image in pixels.
 
     Returns:
-        The box, its part inside the image, or ``None``; and, except for a whole box, the reason: ``WITHOUT_AREA``,
-        ``OUTSIDE`` or ``CLIPPED``.
+        The box, its part inside the image, or ``None``; and the reason, ``WITHOUT_AREA``, ``OUTSIDE`` or ``CLIPPED``, which is
+        ``None`` if the box is unchanged.
     """
     x, y, w, h = box
     if w <= 0 or h <= 0:

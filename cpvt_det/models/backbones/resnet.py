@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ResNet feature extractors: torchvision's, except that the padding stays zero in every feature map.
+"""ResNet feature extractors. They are torchvision's, except that the padding stays zero in every feature map.
 
-Place in the pipeline: the first part of ``models/detector.py``.
+Place in the pipeline: the first step of ``models/detector.py``.
 """
 
 import http.client
@@ -140,7 +140,7 @@ class ResNetBackbone(nn.Module):
             read: function that reads a file's state dict.
 
         Raises:
-            UnknownNameError: neither a known name nor a file.
+            UnknownNameError: ``weights`` is neither a known name nor a file.
             WeightsError: a failed download, or weights of a different network.
         """
         has_weights = self.name in torchvision.models.list_models(module=torchvision.models)
@@ -226,8 +226,8 @@ def _download(weights: torchvision.models.WeightsEnum) -> Mapping[str, Tensor]:
 def _run_block(block: BasicBlock | Bottleneck, x: Tensor, stride: int, valid: MaskedOps, is_returned: bool) -> tuple[Tensor, int]:
     """Run torchvision's residual block with the padding zeroed before every 3x3 convolution; return the output and its stride.
 
-    Between two bottlenecks, only a norm that computes statistics looks across cells. Without such a norm, the wide map there is not
-    masked.
+    Between two bottlenecks, only a norm that computes statistics looks across cells. If there is no such norm, the wide map between
+    them is not masked.
     """
     out_stride = stride * block.stride
     is_looked_across = is_returned or isinstance(block, BasicBlock) or not isinstance(block.bn1, FrozenBatchNorm2d)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """ResNet-D, RT-DETR's backbone: the stem has three convolutions, and shortcuts of stride 2 use average pooling.
 
-Place in the pipeline: the first part of ``models/detector.py``.
+Place in the pipeline: the first step of ``models/detector.py``.
 """
 
 from collections.abc import Sequence

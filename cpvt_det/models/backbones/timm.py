@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Networks of timm, ``MODEL.BACKBONE.NAME: timm/<name>``. This file makes the convolutional ones independent of the padding.
+"""Networks of timm, chosen by ``MODEL.BACKBONE.NAME: timm/<name>``. This file makes the convolutional ones independent of padding.
 
-Place in the pipeline: the first part of ``models/detector.py``.
+Place in the pipeline: the first step of ``models/detector.py``.
 """
 
 import functools
@@ -47,7 +47,7 @@ def timm_backbone(
     mask_padding: bool = True,
     checkpointing: bool = False,
 ) -> "TimmBackbone | TimmTransformer":
-    """Build a vision transformer of timm, which has no batch norms, or a convolutional network of timm.
+    """Build a convolutional network of timm or a vision transformer of timm, which has no batch norms.
 
     Args:
         name, norm, stages, freeze_at, mask_padding, checkpointing: as in :class:`TimmBackbone` and :class:`TimmTransformer`.
@@ -66,9 +66,9 @@ class TimmBackbone(nn.Module):
     """A convolutional network of timm that returns maps of chosen strides. Its parts, in ``body``, have timm's names.
 
     Args:
-        name: timm's name, with or without a tag of weights, such as ``tf_efficientnet_lite0.in1k``.
+        name: timm's name, with or without the tag of its weights, such as ``tf_efficientnet_lite0.in1k``.
         norm: kind of its batch norms: ``FrozenBN`` (fixed statistics and weights, for pretrained weights), ``BN`` or ``SyncBN``.
-            Norms other than batch norms are not replaced, and are trained.
+            Norms other than batch norms keep their kind, and are trained.
         stages: stages to return; stage n is the map of stride 2 ** n. Parts after the last of them are left out if timm supports
             this.
         freeze_at: number of the last frozen stage. Parts whose output has a stride of at most 2 ** ``freeze_at`` keep their weights
@@ -85,7 +85,8 @@ class TimmBackbone(nn.Module):
     Raises:
         ConfigError: timm is not installed.
         UnknownNameError: an unknown name or norm.
-        ValueError: a network without such maps or blocks or, with ``mask_padding``, a network whose features depend on the padding.
+        ValueError: a network without maps of these strides, without blocks to recompute or, with ``mask_padding``, one whose
+            features depend on the padding.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class TimmBackbone(nn.Module):
         if mask_padding and survey.reason:
             raise ValueError(
                 f"timm/{name} cannot keep the padding out of its features: {survey.reason}; choose another network, or set "
-                "MODEL.BACKBONE.MASK_PADDING False and accept features that depend on the batch"
+                "MODEL.BACKBONE.MASK_PADDING to False and accept features that depend on the batch"
             )
         network = _create(name, out_indices=_indices_of(stages, survey.strides, name))
         self.name, self.mask_padding, self.checkpointing = name, mask_padding, checkpointing
@@ -140,7 +141,7 @@ class TimmBackbone(nn.Module):
             read: function that reads a file's state dict.
 
         Raises:
-            UnknownNameError: neither a known name nor a file.
+            UnknownNameError: ``weights`` is neither a known name nor a file.
             WeightsError: a missing package, a failed download, or weights of a different network.
         """
         load_weights(self.body, self.name, weights, read)
@@ -191,7 +192,7 @@ class Survey:
         units: stage of each part, such as a block, in the order of the forward pass; a stage is the base-2 logarithm of its
             output's stride.
         treatments: treatments of modules that keep the padding out.
-        reason: why the treatments are not enough; empty if they are, or if this was not tested.
+        reason: why the treatments are not enough; empty if they are enough, or if this was not tested.
     """
 
     strides: tuple[int, ...]
@@ -240,7 +241,7 @@ def survey_network(name: str, is_masked: bool) -> Survey:
         except InexactError as error:
             reason = str(error)
         except Exception as error:  # from a part that accepts only one shape; no common base class here either
-            reason = f"it cannot be tried in a batch on a larger canvas: {first_line(error)}"
+            reason = f"it cannot be run in a batch on a larger canvas: {first_line(error)}"
     return Survey(tuple(strides), watch.units, (*watch.treatments, *found), reason)
 
 
@@ -268,7 +269,7 @@ class _Watch:
         if None in grids:
             if kind_of(module) != "counted":  # a norm on one number per channel is harmless
                 sides = " x ".join(map(str, (args[0] if grids[0] is None else out).shape[2:]))
-                self.reason = self.reason or f"{name} has a map of {sides} cells on {self._canvas[0]} x {self._canvas[1]} pixels"
+                self.reason = self.reason or f"{name} has a map of {sides} cells for {self._canvas[0]} x {self._canvas[1]} pixels"
             return
         self._reach = max(self._reach, *(grid.stride for grid in grids))
         made = Treatment(name, kind_of(module, is_padded=grids[0].spare > 0), *grids)
@@ -335,7 +336,7 @@ def _run_again(block: nn.Module, *args: object) -> object:
 
 
 def _run_block(block: nn.Module, cells: ValidCells | None, *args: object) -> object:
-    """Run a block while its batch is set, because the backward pass that recomputes the block does not know the batch."""
+    """Run a block while its batch is set; the backward pass, which recomputes the block, would otherwise not know the batch."""
     with of_batch(cells):
         return type(block).forward(block, *args)
 

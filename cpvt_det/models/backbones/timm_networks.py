@@ -38,7 +38,7 @@ def timm_with(name: str) -> ModuleType:
 
 
 def is_transformer(name: str) -> bool:
-    """Whether timm's builder of this name is annotated to return one of ``TRANSFORMERS``. Raises the errors of
+    """Whether timm's builder of this name is annotated to return one of ``TRANSFORMERS``. It raises the same errors as
     :func:`timm_with`."""
     returned = inspect.signature(timm_with(name).model_entrypoint(name)).return_annotation
     return getattr(returned, "__name__", returned) in TRANSFORMERS
@@ -60,7 +60,7 @@ def load_weights(body: nn.Module, name: str, weights: str, read: Callable[[str],
         read: function that reads a file's state dict.
 
     Raises:
-        UnknownNameError: neither a known name nor a file.
+        UnknownNameError: ``weights`` is neither a known name nor a file.
         WeightsError: a missing package, a failed download, or weights of a different network.
     """
     with torch.random.fork_rng(devices=[]):
@@ -88,9 +88,9 @@ def _download(name: str) -> Mapping[str, Tensor]:
 def fix_padding(network: nn.Module) -> None:
     """Fix the padding of a network's TensorFlow-style convolutions, whose padding depends on the size of their map.
 
-    They get the padding for maps that are multiples of the stride, as all maps of a canvas are. Otherwise, ``torch.export`` would
-    reason for hours about the size-dependent rule when it makes a program for any size. Only timm's class ``Conv2dSame`` is
-    changed. NFNet's standardised convolutions and NASNet's pooling keep the rule.
+    They get the padding that is right if the sides of a map are multiples of the stride, as all maps of a canvas are. With the
+    size-dependent rule, ``torch.export`` would reason for hours when it makes a program for any size. Only timm's class
+    ``Conv2dSame`` is changed. NFNet's standardised convolutions and NASNet's pooling keep the rule.
     """
     for module in network.modules():
         if type(module).__name__ == "Conv2dSame":

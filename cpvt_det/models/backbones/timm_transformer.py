@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Vision transformers of timm (DeiT III, DINOv2, DINOv3, EVA-02 and others), made independent of the padding.
+"""Vision transformers of timm (DeiT III, DINOv2, DINOv3, EVA-02 and others), changed so that features do not depend on the padding.
 
-Place in the pipeline: the first part of ``models/detector.py``.
+Place in the pipeline: the first step of ``models/detector.py``.
 """
 
 import math
@@ -28,9 +28,9 @@ class TimmTransformer(nn.Module):
     depend on the rest of its batch.
 
     Args:
-        name: timm's name, with or without a tag of weights, such as ``vit_small_patch14_dinov2.lvd142m``.
+        name: timm's name, with or without the tag of its weights, such as ``vit_small_patch14_dinov2.lvd142m``.
         stages: stage n of the only map, where 2 ** n is the power of 2 nearest to the stride; (4,) for patches of 14 or 16 pixels.
-        freeze_at: threshold for freezing: all weights are frozen if it is at least the map's stage, and all are trained otherwise.
+        freeze_at: number that freezes all weights if it is at least the map's stage; otherwise all are trained.
         mask_padding: whether the padding is kept out of the features; ``False`` treats the whole canvas as the image, as timm does.
         checkpointing: whether to recompute blocks in the backward pass instead of storing their activations.
 
@@ -40,7 +40,7 @@ class TimmTransformer(nn.Module):
     Raises:
         ConfigError: timm is not installed.
         UnknownNameError: a name that timm does not have.
-        ValueError: stages that do not exist, a negative ``freeze_at``, or a stem that does more than cut patches.
+        ValueError: stages that do not exist, a negative ``freeze_at``, or a stem that does more than cut the image into patches.
 
     Source: arXiv 2010.11929 (ViT); the network is timm's.
     """
@@ -61,7 +61,7 @@ class TimmTransformer(nn.Module):
             self.body: nn.Module = timm.create_model(name, dynamic_img_size=True)
             self.body.prune_intermediate_layers(prune_head=True)
         except Exception as error:  # exceptions of timm's constructors have no common base class
-            raise ValueError(f"timm/{name} does not take images of any size: {first_line(error)}") from error
+            raise ValueError(f"timm/{name} does not accept images of any size: {first_line(error)}") from error
         if type(self.body.patch_embed) is not timm.layers.PatchEmbed:
             stem = type(self.body.patch_embed).__name__
             raise ValueError(f"timm/{name} has a stem that does not keep the padding out: {stem}; choose another network")
@@ -148,7 +148,9 @@ class TimmTransformer(nn.Module):
     def _rotations(self, mask: Tensor) -> Tensor:
         """Rotary positions on each image's own grid, (B, 1, N, D), or (layers, B, heads, N, D) if they differ by layer and head."""
         if is_exporting():
-            raise ValueError(f"timm/{self.name} cannot be exported: timm computes its rotary positions for known grids only")
+            raise ValueError(
+                f"timm/{self.name} cannot be exported: timm computes its rotary positions only for grids that are known in advance"
+            )
         height, width = mask.shape[1:]
         valid = ~mask
         sizes = torch.stack((valid.any(2).sum(1), valid.any(1).sum(1)), dim=1).clamp(min=1).tolist()

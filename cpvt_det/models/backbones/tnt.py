@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transformer in Transformer: each layer runs a small transformer over the pixels of every patch and adds its output to the patch.
 
-Place in the pipeline: the first part of ``models/detector.py``.
+Place in the pipeline: the first step of ``models/detector.py``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +26,7 @@ STRIDE = 4  # image pixels per pixel token, along each side
 
 
 class TransformerInTransformer(VisionTransformer):
-    """A :class:`VisionTransformer` whose patches are made from pixel tokens; every layer adds these to their patch again.
+    """A :class:`VisionTransformer` whose patches are made from pixel tokens; every layer adds pixel tokens to their patch again.
 
     By default, the patches have a position table; another encoding can replace it. The pixels of all patches share one table of 4 x
     4 cells. A PEG acts on the patches after a layer. Images may have any size.
@@ -63,7 +63,7 @@ class TransformerInTransformer(VisionTransformer):
     ) -> None:
         side = self.strides[0] // STRIDE
         if not side:
-            raise ValueError(f"patches of a TNT have at least {STRIDE} pixels a side, got {self.strides[0]}")
+            raise ValueError(f"patches of a TNT need sides of at least {STRIDE} pixels, got {self.strides[0]}")
         self.legacy = legacy
         self.pixel_embed = nn.Conv2d(3, inner_channels, kernel_size=7, stride=STRIDE, padding=3)
         self.pixel_table = nn.Parameter(torch.empty(inner_channels, side, side))
@@ -98,8 +98,8 @@ class _PixelsToPatch(nn.Module):
     Args:
         inner_channels, num_pixels, channels: C', N and C.
         bias: whether the linear layer has a bias.
-        per_pixel: whether the norm is over the channels of each pixel instead of all pixels together, and no norm follows the
-            linear layer.
+        per_pixel: whether the norm before the linear layer is over the channels of each pixel, with no norm after that layer,
+            instead of over all pixels of a patch together.
     """
 
     def __init__(self, inner_channels: int, num_pixels: int, channels: int, bias: bool = True, per_pixel: bool = False):
@@ -196,16 +196,16 @@ def transformer_in_transformer(
     stages: Sequence[int] | None = None,
     checkpointing: bool = False,
 ) -> TransformerInTransformer:
-    """A TNT, ``MODEL.BACKBONE.NAME: tnt_small`` and so on.
+    """Build a TNT, which ``MODEL.BACKBONE.NAME`` calls ``tnt_small`` and so on.
 
     Args:
         size: key of ``SIZES``.
-        variant: ``legacy`` or ``se`` (``squeeze``), as in :class:`TransformerInTransformer`; empty for neither.
+        variant: ``legacy`` or ``se`` (for ``squeeze``), as in :class:`TransformerInTransformer`; empty for neither.
         position: builder of an encoding that replaces the table.
-        embed_dim: number of channels; 0 takes the named model's. For other numbers, pixels have about a sixteenth as many
+        embed_dim: number of channels; 0 means that of the named model. For other numbers, pixels have about a sixteenth as many
             channels.
         depth: number of layers; 0 means 12.
-        num_heads: number of attention heads; 0 takes the named model's.
+        num_heads: number of attention heads; 0 means that of the named model.
         patch_size: side of a patch in pixels, a power of 2; also the stride of the only map.
         num_tokens: number of tokens in addition to the patches: 1 for the class token, 2 for class and distillation tokens, 0 for
             none.

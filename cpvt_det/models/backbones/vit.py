@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Vision transformers as backbones, DeiT and CPVT: the detectors' encoder, applied to patches of an image.
+"""Vision transformers as backbones (DeiT and CPVT): the encoder of the detectors, applied to patches of an image.
 
-Place in the pipeline: the first part of ``models/detector.py``.
+Place in the pipeline: the first step of ``models/detector.py``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,11 +27,11 @@ POSITIONS = {"deit": "table", "cpvt": "peg_plain"}
 INITIAL_STD = 0.02
 
 PositionBuilder = Callable[..., PositionEncoding]
-"""A function that builds the encoding; called with ``channels``, ``num_layers`` and ``num_heads``."""
+"""A function that builds the encoding; it is called with ``channels``, ``num_layers`` and ``num_heads``."""
 
 
 class VisionTransformer(nn.Module):
-    """An encoder over patch tokens, and over class and distillation tokens if any. It returns one map with the patches' stride.
+    """An encoder over patch tokens, and class and distillation tokens if there are any. It returns one map of the patches' stride.
 
     Norms come before attention and feed-forward networks, and after the last layer. An additive encoding is added once, to the
     patches. Patches under the padding are masked as keys, and encodings use each image's own grid, so an image's tokens do not
@@ -48,7 +48,7 @@ class VisionTransformer(nn.Module):
         drop_path: rate of the last layer, as in :class:`cpvt_det.models.encoder.Encoder`.
         stages: stage n of the only map, as (n,); the map's stride is 2 ** n. ``None`` skips this check.
         checkpointing: whether to recompute layers in the backward pass instead of storing their activations.
-        layers: options of a subclass's layers.
+        layers: options for the layers of a subclass.
 
     Attributes:
         num_tokens: number of tokens in addition to the patches.
@@ -77,7 +77,7 @@ class VisionTransformer(nn.Module):
     ):
         super().__init__()
         if patch_size < 2 or patch_size.bit_count() != 1:
-            raise ValueError(f"a patch has a side of 2, 4, 8, 16, ... pixels, got {patch_size}")
+            raise ValueError(f"the side of a patch must be 2, 4, 8, 16, ... pixels, got {patch_size}")
         stage = patch_size.bit_length() - 1
         if stages is not None and list(stages) != [stage]:
             raise ValueError(
@@ -86,7 +86,9 @@ class VisionTransformer(nn.Module):
                 "simple_pyramid"
             )
         if num_tokens not in (0, 1, 2):
-            raise ValueError(f"tokens besides the patches must be 0, 1 (class) or 2 (class and distillation), got {num_tokens}")
+            raise ValueError(
+                f"the number of tokens besides the patches must be 0, 1 (class) or 2 (class and distillation), got {num_tokens}"
+            )
         self.strides, self.channels, self.size_divisibility = [patch_size], [channels], patch_size
         self.num_tokens, self.drop_path = num_tokens, drop_path
         self.special_tokens = nn.Parameter(torch.empty(num_tokens, channels)) if num_tokens else None
@@ -232,15 +234,15 @@ def vision_transformer(
     stages: Sequence[int] | None = None,
     checkpointing: bool = False,
 ) -> VisionTransformer:
-    """A DeiT or a CPVT, ``MODEL.BACKBONE.NAME: deit_tiny`` and so on.
+    """Build a DeiT or a CPVT, which ``MODEL.BACKBONE.NAME`` calls ``deit_tiny`` and so on.
 
     Args:
         family: ``deit``, whose own encoding is a table, or ``cpvt``, whose own encoding is one PEG after the first layer.
         size: key of ``SIZES``.
         position: builder of an encoding that replaces the family's own.
-        embed_dim: number of channels; 0 takes the named model's.
+        embed_dim: number of channels; 0 means that of the named model.
         depth: number of layers; 0 means 12.
-        num_heads: number of attention heads; 0 takes the named model's.
+        num_heads: number of attention heads; 0 means that of the named model.
         patch_size: side of a patch in pixels, a power of 2; also the stride of the only map.
         num_tokens: number of tokens in addition to the patches: 1 for the class token, 2 for class and distillation tokens, 0 for
             none.

@@ -47,7 +47,7 @@ def convert_deit(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def split_table(special: Tensor, rows: Tensor) -> dict[str, Tensor]:
-    """Special tokens (T, C) and a table (T + H * W, C) for a square grid, under our names.
+    """Give special tokens (T, C), and the parts of a table (T + H * W, C) whose grid is square, their names in our models.
 
     Raises:
         WeightsError: a table whose grid is not square.
@@ -55,8 +55,9 @@ def split_table(special: Tensor, rows: Tensor) -> dict[str, Tensor]:
     side = math.isqrt(len(rows) - len(special))
     if side * side != len(rows) - len(special):
         raise WeightsError(
-            f"the table has {len(rows)} rows; without the {len(special)} of tokens this is no square number, so its grid is unknown"
-            + ("; with them it is, as in DeiT III, which is another network" if math.isqrt(len(rows)) ** 2 == len(rows) else "")
+            f"the table has {len(rows)} rows; without the {len(special)} of extra tokens, their number is not a square, so the "
+            "grid is unknown"
+            + ("; with them it is, as in DeiT III, which is a different network" if math.isqrt(len(rows)) ** 2 == len(rows) else "")
         )
     table = rows[len(special) :].unflatten(0, (side, side)).permute(2, 0, 1)  # (H * W, C) -> (C, H, W)
     return {
@@ -67,7 +68,7 @@ def split_table(special: Tensor, rows: Tensor) -> dict[str, Tensor]:
 
 
 def rename(name: str, renames: Sequence[tuple[str, str]]) -> str:
-    """Our name of a tensor: apply (pattern, replacement) pairs in order, then rename heads; the rest belongs to the backbone."""
+    """Turn a tensor's name into ours: apply (pattern, replacement) pairs in order, rename heads, put the rest in the backbone."""
     for pattern, replacement in renames:
         name = re.sub(pattern, replacement, name)
     for theirs, ours in (("head.", "class_embed."), ("head_dist.", "distilled_embed.")):
@@ -103,7 +104,7 @@ def load_vit(
     found = {name.removeprefix("backbone."): tensor for name, tensor in state_dict.items() if name.startswith("backbone.")}
     if not found:
         raise WeightsError(
-            f"{weights} has no weights of this backbone, neither by our names nor by those of its authors or timm; its first is "
+            f"{weights} has no weights of this backbone, under our names, its authors' or timm's; its first tensor is "
             f"{next(iter(state_dict), 'missing')}"
         )
     own = backbone.state_dict()

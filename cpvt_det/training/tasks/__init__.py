@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks: what a run reads, feeds, compares and measures, and which figure is its main one."""
+"""Tasks, the parts of a run that differ between detection and classification: data, model, baseline, figures and pictures."""
 
 from cpvt_det.training.tasks.classification import ClassificationTask
 from cpvt_det.training.tasks.detection import DetectionTask

@@ -35,7 +35,7 @@ class ClassificationTask(Task):
 
     main_figure = "classes/top1"
     figures = ("top1", "top1_class_mean", "top5")
-    constant = "the answer that is the same for every image, the classes by their number of training images"
+    constant = "the same answer for every image: the classes, ordered by their number of training images"
 
     def __init__(self, cfg: CfgNode):
         super().__init__(cfg)
@@ -56,7 +56,7 @@ class ClassificationTask(Task):
         return builders.load_class_tests(self.cfg)
 
     def training_records(self, datasets: list[CocoDataset]) -> Records:
-        """Images to train on, which are all of them."""
+        """The images to train on, without any selection."""
         return join([dataset.records for dataset in datasets])
 
     def build_train_loader(self, records: Records, seed: int) -> "SampleLoader":
@@ -68,7 +68,7 @@ class ClassificationTask(Task):
         return builders.build_class_test_loader(self.cfg, dataset.records)
 
     def set_test_size(self, size: int) -> None:
-        """Crop test images to this side, from a resized image whose short side changes in proportion."""
+        """Set the side of the test images' crop; the size to which they are resized before it changes in proportion."""
         self.cfg.INPUT.CLASSIFY.TEST_SIZE = size
 
     def build_training_model(self, detector: "nn.Module") -> "ClassTrainingModel":
@@ -86,7 +86,7 @@ class ClassificationTask(Task):
         return evaluator
 
     def baseline(self, records: Records, dataset: CocoDataset) -> dict[str, float]:
-        """Top-1 of a constant prediction, whose scores are the classes' shares of the training images."""
+        """Top-1 of a constant prediction: the score of each class is its share of the training images."""
         import torch
 
         from cpvt_det.evaluation.top_k import ClassEvaluator
@@ -108,7 +108,7 @@ class ClassificationTask(Task):
         return format_accuracies(results)
 
     def write_outputs(self, evaluator: "ClassEvaluator", folder: Path) -> None:
-        """Write the best classes of every image of a test set, and the confusion matrix."""
+        """Write the classes with the highest scores for every image of a test set, and the confusion matrix."""
         from cpvt_det.common.files import write_json
         from cpvt_det.evaluation.top_k import write_confusion
 

@@ -86,8 +86,8 @@ class DetectionTask(Task):
             self.evaluators[dataset.name] = evaluator
         if evaluator.max_detections is None:
             logger.info(
-                "%s: an image has more than %d objects of a class, so all detections count, not the best %d per class and image as "
-                "on COCO; AR100 has that limit",
+                "%s: an image has more than %d objects of a class, so all detections count, not only the best %d per class and "
+                "image as on COCO; AR100 keeps that limit",
                 dataset.name,
                 COUNTED,
                 COUNTED,
@@ -114,7 +114,7 @@ class DetectionTask(Task):
 
     @property
     def mapper(self) -> "Mapper":
-        """The transform that resizes an image, or a tile, to the test size."""
+        """The mapper that resizes an image, or a tile, to the test size."""
         return builders.build_test_mapper(self.cfg)
 
     @cached_property
@@ -196,14 +196,15 @@ def constant_detections(records: Records, most: int = 100) -> "Detections":
     A model must beat this baseline to have learned more than where objects usually are.
 
     The mean is taken over each corner coordinate, and is therefore also the mean of centres, widths and heights. The score of a
-    class is the share of training images that contain it. The score only ranks classes, because all boxes of a class are equal.
+    class is the share of training images that contain it. The score only ranks classes, because all boxes of a class are the same.
 
     Args:
         records: images to train on.
         most: largest number of detections; the most frequent classes are kept.
 
     Returns:
-        For k classes with boxes, best first: boxes (k, 4) float32 in [0, 1] of any image, scores (k,) float32, labels (k,) int64.
+        For k classes with boxes, best first: boxes (k, 4) float32 in [0, 1], as shares of the image's sides, scores (k,) float32,
+        labels (k,) int64.
     """
     import torch
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 TASK_REGISTRY = PartRegistry("TASK", "task")
 """``TASK`` of a config -> a subclass of :class:`Task`, called with ``cfg`` and its options, the keys of ``TASK_OPTIONS``."""
 Results = dict[str, Any]
-"""Figures by group, ``{"bbox": {"AP": ...}}``; for several test sets, a dict of these by the name of the set."""
+"""Figures by group, ``{"bbox": {"AP": ...}}``; for several test sets, a dict from the name of the set to its figures."""
 
 
 class Task(ABC):
@@ -42,11 +42,11 @@ class Task(ABC):
 
     Attributes:
         main_figure: name of the figure that decides which checkpoint is the best (higher is better), as ``group/name`` from
-            :func:`flatten`. Curves and comparisons draw the first two names of every group in alphabetical order; the main figure
-            must come first.
+            :func:`flatten`. Curves and comparisons show the first two figures of every group in alphabetical order, so the main
+            figure's name must come first in that order.
         figures: names, within the group of ``main_figure``, of the figures that a study records; the main one first.
         constant: description of the prediction that :meth:`baseline` measures, for the log.
-        evaluators: evaluators of the last evaluation that :meth:`show_results` needs, by the name of the test set.
+        evaluators: name of the test set -> evaluator of the last evaluation, as far as :meth:`show_results` needs it.
     """
 
     main_figure: str
@@ -94,7 +94,7 @@ class Task(ABC):
         """Change ``INPUT`` so that test images have this size in pixels, for ``--sizes``.
 
         Raises:
-            ConfigError: images without a size that can be set.
+            ConfigError: a task without a test size that can be set.
         """
         raise ConfigError(f"--sizes: the task {self.cfg.TASK!r} has no set_test_size, which sets the size of test images")
 
@@ -185,7 +185,7 @@ def figure_of(figure: str, results: Results) -> float:
 
 
 def require_figure(figure: str, task: Task, datasets: Sequence[Any]) -> None:
-    """Refuse a figure that evaluations will not have. An evaluation without predictions supplies the known names.
+    """Refuse a figure that evaluations will not contain. The known names come from an evaluation without predictions.
 
     Raises:
         UnknownNameError: a name that no evaluation has.
