@@ -157,12 +157,13 @@ def peers() -> list[Row]:
     found: dict[tuple[str, ...], list[Record]] = defaultdict(list)
     for path in sorted(PEERS.glob("*.json")):
         record = json.loads(path.read_text(encoding="utf-8"))
-        found[_title(record), record["budget"], _detector(record)].append(record)
+        instructions = record["machine"]["instruction_set"]
+        found[_title(record), record["budget"], instructions, _detector(record)].append(record)
     rows = []
     for key, runs in sorted(found.items()):
         seconds = f"{statistics.mean(run['cpu_seconds'] for run in runs):,.0f}"
         rows.append([*key, seconds, _steps(runs), _mean(runs, "AP"), _mean(runs, "AP50"), str(len(runs))])
-    return _table(["data", "budget", "detector", "CPU s", "steps", "AP", "AP50", "runs"], rows)
+    return _table(["data", "budget", "instructions", "detector", "CPU s", "steps", "AP", "AP50", "runs"], rows)
 
 
 def _detector(record: Record) -> str:

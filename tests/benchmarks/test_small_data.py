@@ -144,13 +144,14 @@ def test_a_peer_stands_below_the_runs_of_its_budget(tmp_path, monkeypatch):
         write_record(tmp_path, "aquarium", seed, ap)
     write_record(tmp_path, "aquarium", 0, 20.0, budget="30m")
     peer = {"command": "python benchmarks/dense_peer.py aquarium FOLDER", "budget": "10m", "cpu_seconds": 650.2, "iterations": 1240}
-    (tmp_path / "peer.json").write_text(json.dumps(peer | {"AP": 15.0, "AP50": 38.0, "seed": 0}))
+    peer |= {"AP": 15.0, "AP50": 38.0, "seed": 0, "machine": {"instruction_set": "AVX2"}}
+    (tmp_path / "peer.json").write_text(json.dumps(peer))
     first, second, longer = tables.peers()[1:]
-    assert first[:3] == ["Aquarium", "10m", "FCOS"] and first[3:] == ["650", "1,240", "15.0", "38.0", "1"]
-    assert second[:3] == ["Aquarium", "10m", "ours, from ImageNet"]
-    assert second[5:] == ["12.0 (10.0 to 14.0)", "24.0 (20.0 to 28.0)", "2"]
-    assert longer[:3] == ["Aquarium", "30m", "ours, from ImageNet"]
+    assert first[:4] == ["Aquarium", "10m", "AVX2", "FCOS"] and first[4:] == ["650", "1,240", "15.0", "38.0", "1"]
+    assert second[:4] == ["Aquarium", "10m", "AVX2", "ours, from ImageNet"]
+    assert second[6:] == ["12.0 (10.0 to 14.0)", "24.0 (20.0 to 28.0)", "2"]
+    assert longer[:4] == ["Aquarium", "30m", "AVX2", "ours, from ImageNet"]
     chosen = {"MODEL": {"POSITION": {"NAME": "sine_offset"}, "WEIGHTS": "starter"}}
     write_record(tmp_path, "aquarium", 0, 16.0, label="starter", chosen=chosen)
-    assert [row[2] for row in tables.peers()[1:4]] == ["FCOS", "ours, from ImageNet", "ours, from the starter"]
-    assert tables.peers()[3][5:] == ["16.0", "32.0", "1"]
+    assert [row[3] for row in tables.peers()[1:4]] == ["FCOS", "ours, from ImageNet", "ours, from the starter"]
+    assert tables.peers()[3][6:] == ["16.0", "32.0", "1"]

@@ -231,7 +231,7 @@ def test_who_is_first_in_the_quickstart_is_that_of_the_records(quickstart):
     text = part_of("docs/results.md", start="- **Whether PEG learns faster is not settled.**", end="- At AP 50 its lead")
     both, none = remain.pop(("sine_offset+peg", 40)), remain.pop(("none", 35))
     assert not remain and min(unpaired(*pair) for pair in pairs.values()) > 0.05
-    welch = [unpaired(*pairs[name, 40]) for name in ("sine_offset+peg", "none")]
+    welch = [unpaired(*pairs[pair]) for pair in (("sine_offset+peg", 40), ("none", 35))]
     phrases = [
         f"None of the {len(pairs)} differences has an unpaired p below 0.05 (these two have {welch[0]:.2f} and {welch[1]:.2f})",
         f"over `sine_offset+peg` at AP 40 (p {both:.3f}) and over `none` at AP 35 ({none:.3f})",
