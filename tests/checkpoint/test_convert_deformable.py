@@ -367,7 +367,7 @@ def test_another_number_of_queries_starts_anew_in_training_and_is_refused_in_eva
     load_initial_weights(cfg, model, classes)
     assert torch.equal(model.queries.query_embed.weight, fresh)
     assert torch.equal(model.queries.reference_points.weight, first.queries.reference_points.weight)
-    with pytest.raises(WeightsError, match=r"only a part of the config's model.*1 re-initialised \(queries\.query_embed\.weight\)"):
+    with pytest.raises(WeightsError, match=r"only part of the config's model.*1 re-initialised \(queries\.query_embed\.weight\)"):
         load_initial_weights(cfg, model, classes, for_evaluation=True)
     narrow = {**first.state_dict(), "queries.reference_points.weight": torch.ones(2, 4)}
     torch.save(narrow, tmp_path / "official.pth")

@@ -218,7 +218,7 @@ def test_another_number_of_unknown_classes_starts_anew_in_training_and_is_refuse
     for name, tensor in second.state_dict().items():
         if tensor.is_floating_point():
             assert torch.equal(tensor, fresh[name] if name in heads else first.state_dict()[name]), name
-    with pytest.raises(WeightsError, match=r"only a part of the config's model.*7 re-initialised"):
+    with pytest.raises(WeightsError, match=r"only part of the config's model.*7 re-initialised"):
         load_initial_weights(cfg, second, classes, for_evaluation=True)
 
 

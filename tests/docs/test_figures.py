@@ -100,7 +100,22 @@ def constants(document):
         | {"0.875", "0.100", "0.0002", "51.8"},  # p over the whole study, and on the second set; a run's AP (test_headlines.py)
         "docs/scaling.md": {"5.9"},  # million images, 50 times COCO's
         "docs/export.md": {"0.5"},  # a setting
-        "docs/train.md": {"32.8", "33.7", "33.9", "0.2", "0.6", "0.7", "47.0", "49.0", "0.5", "0.00001", "0.001", "3.2", "3.3", "3.4"}
+        "docs/train.md": {
+            "32.8",
+            "33.7",
+            "33.9",
+            "0.2",
+            "0.6",
+            "0.7",
+            "47.0",
+            "49.0",
+            "0.5",
+            "0.00001",
+            "0.001",
+            "3.2",
+            "3.3",
+            "3.4",
+        }
         | {
             "3.5",
             "4.2",

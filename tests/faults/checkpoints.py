@@ -312,7 +312,7 @@ CASES = [
         weights(
             change_weights(lambda w: {**w, "transformer.decoder.layers.0.sa_qcontent_proj.weight": torch.ones(1)}), name="other.pth"
         ),
-        "other.pth: weights of Conditional DETR, by their name transformer.decoder.layers.0.sa_qcontent_proj.weight, and no model",
+        "other.pth: weights of Conditional DETR (recognised by the tensor transformer.decoder.layers.0.sa_qcontent_proj.weight)",
         guard=Cut("checkpoint/convert.py", "for architecture, marker in OTHERS.items():", "for architecture, marker in ():"),
     ),
     Case(

@@ -80,7 +80,7 @@ CASES = [
         "a batch that memory cannot hold, on a CPU",
         little_memory(100_000),
         "the first step does not fit into memory: 2 images on a canvas of ... pixels keep ... GB for the backward pass (measured "
-        "on one of them), and 0.0001 GB of memory are available; ...INPUT.MIN_SIZE_TRAIN",
+        "on one of them), but only 0.0001 GB of memory are available; ...INPUT.MIN_SIZE_TRAIN",
         guard=Cut("solver/memory_check.py", "if need > CERTAIN * available:", "if False:"),
     ),
     Case(

@@ -52,7 +52,7 @@ def judge(each, images, count, available):
 def test_only_what_is_clearly_too_much_is_refused(caplog):
     """32 images of 0.8 GB each keep 25.6 GB: too much for 23 GB, not for 24; from 38.4 GB on nothing is said."""
     with pytest.raises(
-        ConfigError, match=r"images keep 25.6 GB for .*, and 23 GB of memory are available; set SOLVER.ACCUMULATE 2,"
+        ConfigError, match=r"images keep 25.6 GB for .*, but only 23 GB of memory are available; set SOLVER.ACCUMULATE 2,"
     ):
         judge(0.8, 32, 32, 23)
     package, messages = logging.getLogger("cpvt_det"), []
