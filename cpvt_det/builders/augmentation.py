@@ -54,11 +54,11 @@ def closing_epoch(cfg: CfgNode, steps: Sequence[AugmentationStep], num_images: i
 
 
 def check_augmentations(cfg: CfgNode, records: Records) -> None:
-    """Try the augmentations, each with probability 1, on a black image of the size of the narrowest training image, with and
-    without boxes.
+    """Try the augmentations, each with probability 1, on a black image as large as the narrowest training image, once with boxes
+    and once without.
 
-    Each augmentation is tried twice: after all augmentations before it, and after only those that are applied to every image.
-    Afterwards, the random number generators continue as if nothing had been drawn.
+    Each augmentation is tried twice: once after all augmentations that precede it, and once after only the preceding ones that are
+    applied to every image. Afterwards, the random number generators continue as if nothing had been drawn.
 
     Raises:
         ConfigError: as for :func:`build_augmentations` and :func:`closing_epoch`; an augmentation that fails.
@@ -79,7 +79,8 @@ def check_augmentations(cfg: CfgNode, records: Records) -> None:
 
 
 def _is_sure(entry: Any) -> bool:
-    """Whether an entry is applied to every image: it has no probability p, or p is 1. In ``RandomChoice``, p is something else."""
+    """Whether an entry is applied to every image, because it has no probability p or because p is 1. ``RandomChoice`` always is:
+    its p has a different meaning."""
     name, options = _name_and_options(entry)
     parameter = inspect.signature(AUGMENTATION_REGISTRY.find(name)).parameters.get("p")
     return name == "RandomChoice" or parameter is None or options.get("p", parameter.default) == 1

@@ -33,7 +33,7 @@ def load_splits(cfg: CfgNode) -> tuple[list[CocoDataset], list[CocoDataset]]:
 
     Raises:
         BadInputError: data that cannot be read; faults that ``DATASETS.ON_BAD`` does not drop; classes that differ between sets, or
-            whose number differs from that in the config; settings of augmentation or evaluation that cannot be used.
+            whose number differs from the config's; settings of augmentation or evaluation that cannot be used.
     """
     require_names(cfg, "TRAIN")
     train, tests = _load(cfg, ("TRAIN", "TEST"))
@@ -181,7 +181,7 @@ def require_rgb(cfg: CfgNode) -> None:
     """Refuse a channel order other than RGB, and an unknown flip.
 
     Raises:
-        ConfigError: such a channel order, or such a flip.
+        ConfigError: a channel order other than RGB, or an unknown flip.
     """
     if cfg.INPUT.FORMAT != "RGB":
         raise ConfigError(

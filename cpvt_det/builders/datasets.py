@@ -123,7 +123,7 @@ def set_classes(cfg: CfgNode, classes: Classes, source: str = "the data") -> Non
 
 
 def training_records(cfg: CfgNode, datasets: list[CocoDataset]) -> Records:
-    """The images to train on; ``DATALOADER.FILTER_EMPTY_ANNOTATIONS`` leaves out those without objects."""
+    """The images to train on; ``DATALOADER.FILTER_EMPTY_ANNOTATIONS`` leaves out images without objects."""
     if not cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS:
         return join([dataset.records for dataset in datasets])
     return join([dataset.records.select(dataset.records.num_boxes > 0) for dataset in datasets])

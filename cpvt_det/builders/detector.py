@@ -50,7 +50,7 @@ keyword arguments of the detector's constructor. Its other keywords are options,
 
 
 def register_detector(name: str, detector: type[ImageModel]) -> Callable:
-    """Register a detector's class together with the decorated function, which reads its arguments from the config.
+    """Register a detector's class together with the decorated function, which reads the arguments of the class from the config.
 
     Args:
         name: value of ``MODEL.META_ARCHITECTURE``; with detectron2, it is also the name of a meta-architecture there.
@@ -139,7 +139,7 @@ def _deformable_detr_arguments(
         two_stage: whether queries come from the encoder's best proposals; needs box_refinement.
         look_forward_twice: whether a layer's loss also trains the previous layer's boxes (DINO); needs box_refinement.
         final_norm: whether there is one norm, shared by all decoder layers, before their heads (DINO).
-        mixed_supervision: whether each object trains several queries before these attend to each other (MS-DETR).
+        mixed_supervision: whether each object trains several queries before the queries attend to each other (MS-DETR).
         eval_layers: number of decoder layers, from the first, that run in evaluation and prediction; 0 for all.
         implementation: kernel of deformable attention: auto, numba, triton, eager, export or grid_sample.
     """
@@ -202,7 +202,8 @@ def _real_time_arguments(
         points: sampling points per head in the decoder: one number for all levels, or one per level, such as (3, 6, 3) in D-FINE.
         look_forward_twice: whether a layer's loss also trains the previous layer's boxes; only without bins.
         bins: number of bins for the distance that a side of a box moves (32 in D-FINE); 0 refines boxes without bins.
-        bin_scale: a box's size divided by this (8 in D-FINE-X) is the unit in which its sides move; trained weights have their own.
+        bin_scale: the sides of a box move in units of the box's size divided by this number (8 in D-FINE-X); trained weights
+            contain their own number.
         eval_layers: number of decoder layers, from the first, that run in evaluation and prediction; 0 for all.
         implementation: kernel of deformable attention: auto, numba, triton, eager, export or grid_sample.
     """
@@ -293,8 +294,8 @@ def shared_arguments(
         num_levels: feature levels of the encoder.
         source: query source if ``MODEL.QUERIES.NAME`` is empty.
         refines: whether decoder layers correct boxes, which some kinds of query positions follow.
-        encoder: channels of neck and encoder, number of levels that the encoding sees, and inner channels of the encoder's
-            feed-forward networks; ``None`` for the decoder's channels and ``num_levels``.
+        encoder: three numbers: channels of neck and encoder, number of levels that the encoding sees, and inner channels of the
+            encoder's feed-forward networks. ``None`` for the decoder's channels, ``num_levels`` and DETR.DIM_FEEDFORWARD.
 
     Raises:
         ConfigError: a query source that needs something the detector lacks.
@@ -341,7 +342,8 @@ def _query_options(cfg: CfgNode, source: str, refines: bool) -> dict[str, Any]:
     """The options of ``MODEL.QUERIES``, with the options for denoising replaced by the module that they describe.
 
     Raises:
-        ConfigError: options for noise without denoising, or positions that follow corrected boxes although no layer corrects boxes.
+        ConfigError: options for noise although there is no denoising, or positions that follow corrected boxes although no layer
+            corrects boxes.
     """
     options = options_of(cfg.MODEL.QUERIES)
     for key in ("refined_positions", "scaled_positions"):

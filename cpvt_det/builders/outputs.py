@@ -39,7 +39,8 @@ def build_criterion(cfg: CfgNode) -> SetCriterion:
 
 
 def build_postprocessor(cfg: CfgNode) -> PostProcessor:
-    """Build the post-processing: at most ``TEST.DETECTIONS_PER_IMAGE`` detections, of which ``TEST.NMS`` suppresses duplicates.
+    """Build the post-processing. It keeps at most ``TEST.DETECTIONS_PER_IMAGE`` detections, and suppresses duplicates among them by
+    NMS with the threshold ``TEST.NMS``.
 
     Raises:
         ConfigError: a classifier, or a value of these keys that cannot be used.
@@ -51,12 +52,13 @@ def build_postprocessor(cfg: CfgNode) -> PostProcessor:
 
 
 def build_decoder(cfg: CfgNode) -> PostProcessor | ClassScores:
-    """Build what decodes a model's outputs: :class:`ClassScores` for a classifier, otherwise as :func:`build_postprocessor`."""
+    """Build the object that decodes a model's outputs: :class:`ClassScores` for a classifier, otherwise the result of
+    :func:`build_postprocessor`."""
     return ClassScores() if is_classifier(cfg) else build_postprocessor(cfg)
 
 
 def build_device(cfg: CfgNode) -> torch.device:
-    """The device of ``MODEL.DEVICE``; if there are several GPUs, that of this process.
+    """The device of ``MODEL.DEVICE``; if there are several GPUs, the one that this process uses.
 
     Raises:
         ConfigError: a device that does not exist.

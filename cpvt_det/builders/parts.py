@@ -89,7 +89,8 @@ def require_larger_images(cfg: CfgNode, least: int, what: str, key_of_it: str) -
 
 
 def pixel_statistics(cfg: CfgNode, backbone: nn.Module) -> dict[str, Sequence[float]]:
-    """``MODEL.PIXEL_MEAN`` and ``PIXEL_STD``; or, if both have their defaults, the backbone's own values where it has any."""
+    """``MODEL.PIXEL_MEAN`` and ``PIXEL_STD``. If both have their default values and the backbone has values of its own, the
+    backbone's are returned."""
     given = {"pixel_mean": cfg.MODEL.PIXEL_MEAN, "pixel_std": cfg.MODEL.PIXEL_STD}
     are_defaults = (list(given["pixel_mean"]), list(given["pixel_std"])) == (list(defaults.PIXEL_MEAN), list(defaults.PIXEL_STD))
     return {name: getattr(backbone, name, value) if are_defaults else value for name, value in given.items()}
@@ -98,8 +99,8 @@ def pixel_statistics(cfg: CfgNode, backbone: nn.Module) -> dict[str, Sequence[fl
 def build_encoder_position(
     cfg: CfgNode, channels: int, num_levels: int, num_layers: int, num_heads: int = defaults.HEADS, ffn_channels: int = 0
 ) -> PositionEncoding:
-    """The encoding of ``MODEL.POSITION``; ``ffn_channels`` is the width of the encoder's feed-forward networks, or 0 for that of
-    ``MODEL.DETR``.
+    """The encoding of ``MODEL.POSITION``. ``ffn_channels`` is the width of the encoder's feed-forward networks; 0 means
+    ``MODEL.DETR.DIM_FEEDFORWARD``.
 
     Raises:
         UnknownNameError: an unknown name, or an option that the encoding does not take.

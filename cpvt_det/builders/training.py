@@ -37,7 +37,8 @@ def build_schedule(cfg: CfgNode, num_images: int) -> TrainingSchedule:
 
 
 def _log_unused(setting: str, cfg: CfgNode, *keys: str, sets: str = "the length") -> None:
-    """Log keys that are set but have no effect, because ``setting`` decides ``sets``: the run's length or its evaluations."""
+    """Log keys that are set but have no effect because ``setting`` takes precedence. ``sets`` says in words what it sets, such as
+    "the length"."""
     ignored = [f"{key} {value}" for key in keys if (value := functools.reduce(getattr, key.split("."), cfg))]
     if ignored and distributed.rank() == 0:
         logger.info("%s sets %s; these keys are not used: %s", setting, sets, ", ".join(ignored))

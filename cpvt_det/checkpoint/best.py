@@ -9,15 +9,16 @@ from typing import Any
 class BestSoFar:
     """The state that decides on ``model_best.pth`` and on early stopping; it is part of the node ``cpvt_det`` of a checkpoint.
 
-    A resumed run may repeat evaluations: the one of its checkpoint's iteration, because the checkpoint is written before it, and
-    later ones up to ``model_best.pth``, which may be newer than the checkpoint. Repeated evaluations are not counted again.
+    A resumed run may repeat evaluations. It repeats the evaluation at its checkpoint's iteration, because the checkpoint is written
+    before that evaluation. If ``model_best.pth`` is newer than the checkpoint, it also repeats the evaluations up to that
+    iteration. Repeated evaluations are not counted again.
 
     Attributes:
-        name: name of the figure in the metrics, such as ``bbox/AP``; higher is better.
-        test: name of the test set that the figure is measured on, the first one.
-        figure: highest value of the figure; ``None`` before the first evaluation.
+        name: name of the metric that decides, such as ``bbox/AP``; higher is better.
+        test: name of the test set that the metric is measured on, which is the first test set.
+        figure: highest value of the metric so far; ``None`` before the first evaluation.
         iteration: iteration of that evaluation.
-        waited: number of evaluations since then, all without a higher figure.
+        waited: number of evaluations since then, none of which had a higher value.
         counted: last iteration whose evaluation is in ``waited``.
     """
 
@@ -29,8 +30,8 @@ class BestSoFar:
     counted: int = -1
 
     def take(self, figure: float, iteration: int) -> bool:
-        """Take the figure of an evaluation; return whether it is the highest so far. NaN, from a test set without objects, never
-        is."""
+        """Take the metric of an evaluation, and return whether it is the highest so far. NaN, the result on a test set without
+        objects, never counts as the highest."""
         better = figure == figure and (self.figure is None or figure > self.figure)
         if better:
             self.figure, self.iteration = figure, iteration
@@ -53,13 +54,14 @@ class BestSoFar:
         }
 
     def compares_with(self, state: dict[str, Any]) -> bool:
-        """Whether the run that saved this state used the same figure on the same test set. Missing names, as in older checkpoints
-        or in runs without evaluations, are not compared."""
+        """Whether the run that saved this state used the same metric on the same test set. A name that is missing, as in older
+        checkpoints or in runs without evaluations, is not compared."""
         same_test = not self.test or state.get("best_test", self.test) == self.test
         return state.get("best_figure", self.name) == self.name and same_test
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the state of a run, or reset it if that run used a different figure or test set, which cannot be compared."""
+        """Load the state of a run, or reset it if that run used a different metric or test set, because its values cannot be
+        compared."""
         if not self.compares_with(state):
             self.__init__(self.name, self.test)
             return

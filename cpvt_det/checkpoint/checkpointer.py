@@ -54,7 +54,7 @@ class RunState:
         run_id: id of the run; a resumed run keeps it.
         data: description of the training data, from :func:`cpvt_det.data.coco.describe_records`.
         ema: moving average of the weights; ``None`` if the run has none.
-        best: the best evaluation so far, with the figure and the test set that define "best".
+        best: the best evaluation so far, with the metric and the test set that define "best".
 
     Attributes:
         thresholds: score thresholds of the last evaluation; ``None`` before the first evaluation, and for a task without
@@ -211,8 +211,8 @@ class RunCheckpointer(Checkpointer):
         """Resume or start a run, and record it as the one that the folder belongs to.
 
         Args:
-            resume: ``True`` resumes the run that the folder belongs to. ``False`` resumes only a run with this run's own id, which
-                exists if torchrun has restarted the processes; the folder may contain checkpoints of other runs.
+            resume: ``True`` resumes the run that the folder belongs to. ``False`` resumes only from checkpoints with this run's own
+                id, which exist if torchrun has restarted the processes. Checkpoints of other runs in the folder are then ignored.
 
         Returns:
             The next iteration; 0 if there is no checkpoint, with a warning if ``resume`` is True.
@@ -271,13 +271,13 @@ class RunCheckpointer(Checkpointer):
         logger.info("Resumed from %s", path)
 
     def keep_best(self, figure: float, iteration: int) -> None:
-        """Save ``model_best.pth`` if the deciding figure is higher than in all earlier evaluations."""
+        """Save ``model_best.pth`` if the deciding metric is higher than in all earlier evaluations."""
         state: RunState = self.checkpointables["cpvt_det"]
         if state.best.take(figure, iteration):
             self.save(BEST, iteration)
 
     def _take_best(self, state: RunState) -> None:
-        """Take the best evaluation from ``model_best.pth``, because the last checkpoint was written before the evaluation of its
+        """Take the best evaluation from ``model_best.pth``, because the last checkpoint was written before the evaluation at its
         iteration."""
         best = self._best_of(state) if self.save_to_disk else None
         had_one = state.best.figure is not None
@@ -286,7 +286,7 @@ class RunCheckpointer(Checkpointer):
             state.best.waited, state.best.counted = 0, -1
 
     def _best_of(self, state: RunState) -> tuple[float | None, int]:
-        """Figure and iteration of the best evaluation; ``None`` and -1 if there is no comparable one."""
+        """Metric and iteration of the best evaluation; ``None`` and -1 if there is no comparable evaluation."""
         best = self._read_best()
         if best is None or run_id_of(best) != state.run_id:
             return None, -1
@@ -315,8 +315,8 @@ class RunCheckpointer(Checkpointer):
 
 
 def _numbered(folder: Path, up_to: int) -> list[Path]:
-    """Numbered checkpoints up to an iteration, highest first. Those with higher numbers belong to an earlier run and must not be
-    removed."""
+    """Numbered checkpoints up to an iteration, highest first. Checkpoints with higher numbers belong to an earlier run and must not
+    be removed."""
     found: Iterator[tuple[int, Path]] = (
         (int(match[1]), path) for path in folder.glob("model_*.pth") if (match := NUMBERED.match(path.stem))
     )

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convert names of other projects' weights to ours. Each source has a table; general steps also fuse q, k and v, and sort the
-heads."""
+"""Convert names of other projects' weights to ours. Each source has a table of names. Further steps, which the sources share, fuse
+q, k and v, and sort the heads."""
 
 import re
 from collections import defaultdict
@@ -34,8 +34,8 @@ class Conversion:
         marker: pattern that some names of this source match, but none of our names.
         renames: (pattern, replacement) pairs, applied one after the other.
         absent: pattern that no name of this source matches, which distinguishes it from other sources with the same marker.
-        drops_shared: whether its files contain only one copy of a tensor that several layers share.
-        convert: function that converts its tensors to ours, if renaming is not enough; ``None`` if it is.
+        drops_shared: whether the source's files contain only one copy of a tensor that several layers share.
+        convert: function that converts the source's tensors to ours; ``None`` if renaming is enough.
         has_own_heads: whether every decoder layer has its own heads, and the proposals' heads have names of their own.
     """
 
@@ -207,10 +207,10 @@ OTHERS = {
 def convert_state_dict(state_dict: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
     """Rename weights of another project to our names.
 
-    Shapes stay the same, so class heads keep all their rows, with two exceptions: ``q_proj``, ``k_proj`` and ``v_proj`` are joined
-    into one tensor, and class vectors for denoising that no row of the class heads belongs to are left out. If all layers of a
-    Deformable-DETR share their heads, one pair is kept. The last pair of heads, if it is that of the proposals, gets names under
-    ``queries.``.
+    Shapes stay the same, so class heads keep all their rows. There are two exceptions: ``q_proj``, ``k_proj`` and ``v_proj`` are
+    joined into one tensor, and a class vector for denoising is left out if no row of the class heads belongs to it. If all layers
+    of a Deformable-DETR share their heads, only one pair of heads is kept. If the last pair of heads belongs to the proposals, its
+    names start with ``queries.``.
 
     Args:
         state_dict: tensors under the names of ``source``; none is changed.
@@ -259,8 +259,8 @@ def detect_source(state_dict: Mapping[str, Tensor]) -> str | None:
 
 
 def _rename_all(state_dict: Mapping[str, Tensor], renames: Renames) -> dict[str, Tensor]:
-    """The tensors under their new names. A tensor may have had several old names, such as a head that the decoder also
-    contains."""
+    """The tensors under their new names. A tensor may have had several old names, for example a head that is also stored in the
+    decoder."""
     renamed: dict[str, Tensor] = {}
     origins: dict[str, str] = {}
     for origin, tensor in state_dict.items():
@@ -293,7 +293,8 @@ def _fuse_projections(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _number_extra_levels(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Number projections ``input_proj.extra_N`` of levels that the backbone does not have, after those of the backbone's maps."""
+    """Number the projections ``input_proj.extra_N``, which make the levels that the backbone does not have, after the projections
+    of the backbone's maps."""
     first = 1 + max((int(match[1]) for match in map(_MAP_PROJECTION.match, state_dict) if match), default=-1)
     return {_EXTRA_LEVEL.sub(lambda match: str(first + int(match[1])), name): t for name, t in state_dict.items()}
 
@@ -307,13 +308,13 @@ def _cut_spare_labels(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _sort_heads(state_dict: dict[str, Tensor], refined: bool, complete: bool) -> dict[str, Tensor]:
-    """Turn heads ``class_embed.N`` and ``bbox_embed.N`` of a Deformable-DETR into one pair or D pairs, and the proposals' pair if
-    any.
+    """Turn the heads ``class_embed.N`` and ``bbox_embed.N`` of a Deformable-DETR into one pair or into D pairs, one per decoder
+    layer. The proposals' pair, if there is one, is separated from them.
 
     Args:
         state_dict: tensors under our names, with heads numbered as in their source.
         refined: whether every layer is known to have its own heads; ``False`` merges heads with equal values.
-        complete: whether tensors that are missing in a layer's heads are taken from the first layer's.
+        complete: whether tensors that are missing in a layer's heads are taken from the first layer's heads.
     """
     layers = 1 + max((int(match[1]) for match in map(_DECODER_LAYER.match, state_dict) if match), default=-1)
     heads: dict[int, dict[str, Tensor]] = defaultdict(dict)

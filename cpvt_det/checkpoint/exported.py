@@ -62,7 +62,7 @@ class ExportedModel(nn.Module):
         return PaddedBatch.from_images([image.float() for image in images], self.size_divisibility)
 
     def forward(self, images: Tensor, padding_mask: Tensor) -> tuple[Tensor, ...]:
-        """Run the program; its outputs are those of :meth:`cpvt_det.export.program.ExportModule.forward`.
+        """Run the program. It returns the same outputs as :meth:`cpvt_det.export.program.ExportModule.forward`.
 
         Args:
             images: (B, 3, H, W) float32 from 0 to 255.
@@ -87,7 +87,7 @@ class ExportedModel(nn.Module):
 
 
 def is_exported(word: str | os.PathLike[str]) -> bool:
-    """Whether a path leads to an exported program, judged by its suffix."""
+    """Whether a path is that of an exported program, judged by its suffix."""
     return Path(word).suffix in EXPORTED
 
 
@@ -100,7 +100,7 @@ def load_model(
     """Load a model with :func:`cpvt_det.checkpoint.trained.load_trained`, or an exported program.
 
     Args:
-        path, config_file, overrides: as in ``load_trained``; the path may be that of an exported program.
+        path, config_file, overrides: as in ``load_trained``; the path may also be that of an exported program.
         device: as in ``load_trained``; programs run on the CPU.
 
     Raises:
@@ -184,9 +184,9 @@ def _open_onnx(path: str) -> Program:
 def openvino_core() -> Any:
     """The ``openvino.Core`` of this process.
 
-    Each core with a compiled model sets an alternate stack for signal handlers, and unmaps it when the core is destroyed. With
-    OpenVINO 2026.4, a process that uses two cores one after the other is left with an unmapped stack, so that Ctrl-C or the end of
-    a data worker causes a segmentation fault.
+    There is only one, because each core with a compiled model sets an alternate stack for signal handlers and unmaps this stack
+    when the core is destroyed. With OpenVINO 2026.4, a process that uses two cores one after the other is left with an unmapped
+    stack, so that Ctrl-C or the end of a data worker causes a segmentation fault.
     """
     import openvino
 
@@ -240,7 +240,7 @@ def _require_fitting(cfg: CfgNode, stored: CfgNode, origin: str) -> None:
 
 
 def _differing(stored: CfgNode, used: CfgNode, name: str, keys: Sequence[str] = ()) -> list[str]:
-    """Names of keys whose values differ. Keys that only one of the configs has do not count."""
+    """Names of keys whose values differ. Keys that only one of the configs has are ignored."""
     found = []
     for key in keys or (set(stored) & set(used)) - set(SET_LATER):
         mine, other = stored[key], used[key]

@@ -76,7 +76,7 @@ def find(start: Start) -> Path | None:
     """The file of public weights on this machine; ``None`` if it must be fetched.
 
     Raises:
-        WeightsError: a file that is not the one in the table.
+        WeightsError: a file that differs from the one in the table.
     """
     for place in start.places or (None,):
         path = path_of(start, place)
@@ -90,10 +90,11 @@ def find(start: Start) -> Path | None:
 
 
 def fetch(start: Start) -> Path:
-    """The file of public weights. If it is not on this machine, it is fetched from the first of its places that has it.
+    """The file of public weights. If it is not on this machine, it is fetched from the first of its addresses that has it.
 
     Raises:
-        WeightsError: a file that cannot be fetched or is not the one in the table; the message says how to put it there by hand.
+        WeightsError: a file that cannot be fetched or differs from the one in the table. The message says how to download it by
+            hand and where to put it.
     """
     if (found := find(start)) is not None:
         return found
@@ -141,7 +142,7 @@ def hub_errors(action: str) -> Iterator[None]:
     """Turn any error of the hub's library into a one-line error of ours.
 
     Raises:
-        WeightsError: an error of the library or of its HTTP client, which differs between its major versions.
+        WeightsError: an error of the library or of its HTTP client. The library's major versions use different HTTP clients.
     """
     try:
         yield
@@ -195,7 +196,7 @@ def _require_same(path: Path, place: Place) -> None:
     megabytes = path.stat().st_size / 1e6
     if not place.sha256 and place.megabytes and not 0.95 < megabytes / place.megabytes < 1.05:
         raise WeightsError(
-            f"{path} has {megabytes:.0f} MB, but the file at {place.url} has {place.megabytes} MB; remove it and try again"
+            f"{path} is {megabytes:.0f} MB, but the file at {place.url} is {place.megabytes} MB; remove it and try again"
         )
     if place.sha256 and sha256_of(path) != place.sha256:
         raise WeightsError(f"{path} is not the file at {place.url}: its SHA-256 should be {place.sha256}; remove it and try again")

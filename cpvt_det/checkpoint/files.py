@@ -30,7 +30,7 @@ TRANSFORMERS = re.compile(r"model\.(encoder|decoder)\.")
 
 
 def read_checkpoint(path: str | Path, only_look: bool = False) -> Any:
-    """Read a file written by ``torch.save`` or safetensors, or a pickle of arrays, to the CPU.
+    """Read a file written by ``torch.save`` or safetensors, or a pickle of arrays, into CPU memory.
 
     No code from the file is run. The unpickler is torch's restricted one. Besides tensors and plain containers it builds only
     ``argparse.Namespace``, numpy arrays and numpy numbers, which official DETR checkpoints contain.
@@ -44,7 +44,7 @@ def read_checkpoint(path: str | Path, only_look: bool = False) -> Any:
         The saved object; for a checkpoint a dict.
 
     Raises:
-        WeightsError: a file that is missing, is not a checkpoint, is damaged (even by one byte) or contains other objects.
+        WeightsError: a file that is missing, is not a checkpoint, is damaged (even by one byte) or contains objects of other types.
     """
     path = Path(path).expanduser()
     if not path.is_file():
@@ -86,10 +86,11 @@ def _require_whole(path: Path) -> None:
 
 
 def _require_proportion(path: Path) -> None:
-    """Refuse a small zip file that unpacks to a very large one; torch does not compress its files.
+    """Refuse a small zip file that unpacks to a very large one. Checkpoints do not do this, because torch does not compress its
+    files.
 
     Raises:
-        WeightsError: such a file.
+        WeightsError: a file that unpacks to far more than its own size.
     """
     if not zipfile.is_zipfile(path):
         return
@@ -114,7 +115,7 @@ def state_dict_of(checkpoint: Any, where: str = "the checkpoint", prefixes: Sequ
     Args:
         checkpoint: object that :func:`read_checkpoint` returned.
         where: name of the checkpoint in error messages.
-        prefixes: prefixes that are removed if all names have them; networks of other projects may need different ones.
+        prefixes: prefixes that are removed if all names have them. Networks of other projects may need different prefixes.
 
     Returns:
         Names -> tensors, without the parts that wrappers add: ``module.`` of several GPUs, ``_orig_mod.`` of ``torch.compile``,
@@ -207,7 +208,8 @@ def remove_checkpoint(path: Path) -> None:
 
 
 def _allowed_globals() -> list[Any]:
-    """Types that the restricted unpickler may build besides torch's own; numpy's functions also under numpy 1's module name."""
+    """Types that the restricted unpickler may build besides torch's own. Functions of numpy are also listed under numpy 1's module
+    name."""
     makers = {maker.__name__: maker for maker in (np.float64(0).__reduce__()[0], np.zeros(0).__reduce__()[0])}
     named = [(maker, f"numpy.{core}.multiarray.{name}") for core in ("_core", "core") for name, maker in makers.items()]
     dtypes = {type(np.dtype(code)) for code in "?bhilqBHILQefd"}

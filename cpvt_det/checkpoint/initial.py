@@ -35,9 +35,9 @@ def load_initial_weights(
         The score thresholds stored with ``MODEL.WEIGHTS``; ``None`` if there are none.
 
     Raises:
-        WeightsError: weights that cannot be read, belong to a different backbone, or differ from the model in shape (class heads
-            and queries may differ); in training also weights with a NaN or an infinity; in evaluation also no weights at all, or
-            weights for only a part of the model.
+        WeightsError: weights that cannot be read, belong to a different backbone, or differ from the model in shape (only class
+            heads and queries may differ). In training, weights with a NaN or an infinity are refused too. In evaluation, it is also
+            an error if no weights are given, or if they cover only a part of the model.
     """
     backbone = cfg.MODEL.BACKBONE
     if cfg.MODEL.WEIGHTS:
@@ -102,7 +102,7 @@ def _require_backbone(report: WeightsReport, cfg: CfgNode, detector: nn.Module) 
 
 
 def require_shapes(report: WeightsReport, origin: str) -> None:
-    """Refuse weights whose shapes differ from the model's in more than class heads and queries.
+    """Refuse weights whose shapes differ from the model's. Only class heads and queries may differ.
 
     Args:
         report: report of loading the weights.

@@ -31,14 +31,15 @@ class WeightsReport:
         remade: name -> reason, for names that model and weights share but whose tensors kept the model's initial values.
         missing: names in the model only; these also kept the initial values.
         unexpected: names in the weights only.
-        rows_by_name: row of the weights that was loaded for each class name; ``None`` for a class that kept its initial row. Empty
-            if the classes agree.
+        rows_by_name: for each class name, the row of the weights that was loaded; ``None`` for a class that kept its initial row.
+            Empty if the class names agree.
         near_names: class name that was not found -> class name of the weights that differs only in case, spaces or a plural.
-        first_row_only: names among ``loaded`` of which only row 0 was loaded. These are class heads of proposals whose row 0 means
-            "an object"; the other rows stand for no class and were only trained to give low scores.
-        first_queries: number of rows by name, for names among ``loaded`` of which only the first rows were loaded. These are query
-            vectors in the order of the proposals, for example from weights with a hybrid branch in a model without one.
-        training_only: names that are only in the weights and that only training needs, such as labels of denoising.
+        first_row_only: names of tensors in ``loaded`` from which only row 0 was loaded. They are class heads of proposals whose row
+            0 means "an object". Their other rows stand for no class and were only trained to give low scores.
+        first_queries: name -> number of rows, for tensors in ``loaded`` from which only the first rows were loaded. They are query
+            vectors in the order of the proposals. This happens, for example, if the weights have a hybrid branch and the model has
+            none.
+        training_only: names that are only in the weights and are needed only in training, such as label vectors for denoising.
         source: source of the weights' original names, a key of ``CONVERSIONS``; ``None`` for our names.
         thresholds: score thresholds stored with the weights, for their own classes; ``None`` if there are none.
     """
@@ -102,11 +103,12 @@ def load_weights(
     Args:
         model: model that is changed in place.
         weights: as in :func:`cpvt_det.checkpoint.read_weights`, or its result.
-        class_names: names of the model's labels 0..K-1. If the weights' classes are known and differ, rows of the class heads, and
-            vectors of classes for denoising, are selected by class name; "no object", the last row, remains the last one.
+        class_names: names of the model's labels 0..K-1. If the weights' classes are known and differ from these, rows of the class
+            heads are selected by class name, and so are the class vectors for denoising. The last row, "no object", remains the
+            last one.
 
     Returns:
-        The names that were loaded, and those that kept their initial values.
+        A report of the names that were loaded and the names that kept their initial values.
 
     Raises:
         WeightsError: weights that cannot be read, or that have no tensor for the model; the model is then unchanged.
@@ -165,7 +167,8 @@ def _beside_pegs(state_dict: Mapping[str, Tensor], own: Mapping[str, Tensor]) ->
 
 
 def _first_by_rank(state_dict: Mapping[str, Tensor], model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Cut query vectors to the model's number if the i-th query starts at the i-th best proposal; also return notes on the cut."""
+    """Cut query vectors to the model's number of queries if the i-th query starts at the i-th best proposal. Also return notes on
+    what was cut."""
     name, cut = "queries.query_embed.weight", dict(state_dict)
     vectors = model.state_dict().get(name) if isinstance(getattr(model, "queries", None), MixedQueries) else None
     given = state_dict.get(name)
@@ -212,7 +215,7 @@ def _alike(name: str) -> set[str]:
 
 
 def _rows_by_name(read: Weights, class_names: Sequence[str] | None) -> dict[str, int | None]:
-    """The row of the weights' heads for each class name; empty if the classes agree, or if those of the weights are unknown."""
+    """Map each class name to its row in the checkpoint's heads; empty if the class names agree or the checkpoint's are unknown."""
     if class_names is None or read.classes is None or tuple(class_names) == read.classes.names:
         return {}
     if len(set(class_names)) != len(class_names):
@@ -234,8 +237,8 @@ def _fit(
 ) -> Tensor | None:
     """The new value of the model's tensor ``own``; ``None`` if it must keep its value.
 
-    If the weights have other classes than the model, the heads (K', ...) of the weights and (K'', ...) of the model differ; the
-    result is then a copy of ``own`` with the rows that were found.
+    If weights and model have different classes, the shapes (K', ...) of the weights' heads and (K'', ...) of the model's heads
+    differ. The result is then a copy of ``own`` into which the rows that were found are copied.
     """
     of_proposals = PROPOSALS_HEAD.search(name)
     if of_proposals and meaning == "both":

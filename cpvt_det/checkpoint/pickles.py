@@ -2,9 +2,9 @@
 """Pickles of arrays, as in detectron2's model zoo, read without running code from the file.
 
 Unpickling calls functions that the pickle names. Here, the few names that arrays need are mapped to functions of this module that
-only store their arguments, and every other name is refused. This module creates the arrays afterwards, and their size is limited
-by the size of the file. All operations are checked before unpickling, because some of them can make Python allocate any amount of
-memory.
+do nothing but store their arguments. Every other name is refused. This module creates the arrays afterwards, and their size is
+limited by the size of the file. All operations are checked before unpickling, because some of them can make Python allocate any
+amount of memory.
 """
 
 import pickle
@@ -38,7 +38,7 @@ class _Dtype:
 
 
 class _Array:
-    """Stand-in for an array; numpy either creates it empty and then gives it a state, or creates it from a buffer."""
+    """Stand-in for an array. A pickle either creates it empty and then gives it a state, or creates it from a buffer."""
 
     def __init__(self, *_: Any):
         self.parts: tuple = (b"", _Dtype("f8"), (0,), "C")
@@ -116,7 +116,8 @@ class _Unpickler(pickle.Unpickler):
         return made
 
     def _bytes_of(self, text: str, encoding: str) -> bytes:
-        """The bytes of a text; the same object for the same text, because a pickle may ask for it any number of times."""
+        """The bytes of a text. For the same text, the same object is returned, because a pickle may ask for it any number of
+        times."""
         if id(text) not in self._encoded:
             self._encoded[id(text)] = text, text.encode("latin1")
         return self._encoded[id(text)][1]

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose the checkpoint that a run is resumed from: the undamaged one of the same run with the highest iteration.
+"""Choose the checkpoint that a run is resumed from: among the undamaged checkpoints of the same run, the one with the highest
+iteration.
 
 A folder may contain checkpoints of several runs, one after the other. Its file ``run_id`` names the run that was last started or
-resumed there, and the node ``cpvt_det`` of a checkpoint names its run. Checkpoints from before run ids existed are identified by
-seed.
+resumed there, and the node ``cpvt_det`` of a checkpoint names its run. Checkpoints that were written before run ids existed are
+identified by their seed.
 """
 
 import logging
@@ -149,7 +150,8 @@ def _look(folder: Path) -> tuple[list[Candidate], dict[str, str]]:
 
 
 def _named_run(folder: Path, candidates: list[Candidate]) -> str:
-    """The run that the folder belongs to: from its file ``run_id``, else from the tagged checkpoint, else from the newest."""
+    """The run that the folder belongs to. Its file ``run_id`` names the run; without this file it is the run of the tagged
+    checkpoint, or else of the newest one."""
     if (folder / RUN_ID).is_file():
         return named_run(folder)
     newest = max(candidates, key=lambda one: (one.is_tagged, one.written), default=None)

@@ -69,9 +69,9 @@ class Start:
         ap: box AP on COCO val2017 in percent, as the publisher states it.
         epochs: number of epochs that the weights were trained for.
         rows: number of rows in the class head.
-        publisher: name of those who trained the weights, and of those who host a copy.
+        publisher: who trained the weights, and who hosts a copy.
         licence: licence of the weights, as the publisher states it.
-        source: source of the names, a key of ``CONVERSIONS``.
+        source: source of the tensor names, a key of ``CONVERSIONS``.
         places: addresses of the file and of its copies; empty if it must be downloaded by hand from ``page``.
         page: page from which to download the file by hand, if it has no address.
     """

@@ -25,8 +25,9 @@ def load_teacher(cfg: CfgNode, classes: Classes) -> Teacher:
 
     Args:
         cfg: config of the run.
-        classes: the student's classes. One of our checkpoints may have more classes, in a different order. A timm network must have
-            the same number of classes in our order, which is ImageNet's if the classes are ImageNet's folders.
+        classes: the student's classes. A checkpoint of this package may have more classes, in a different order. A timm network
+            must have as many classes as the student, in the same order. If the student's classes are ImageNet's folders, this is
+            ImageNet's order.
 
     Raises:
         WeightsError: weights that cannot be read, do not belong to a classifier, or lack a class of the student; a timm network
@@ -87,7 +88,7 @@ def _timm_teacher(name: str, weights: str, num_classes: int, size: int, device: 
 
 
 def _rows_of_head(state_dict: dict[str, Tensor], model: nn.Module) -> int:
-    """The number of classes of the weights, or that of the network if the weights have no head."""
+    """The number of classes of the weights or, if the weights have no head, of the network."""
     names = model.pretrained_cfg["classifier"]  # a distilled network has several heads
     head = f"{names if isinstance(names, str) else names[0]}.weight"
     return len(state_dict[head]) if head in state_dict else model.num_classes

@@ -61,7 +61,7 @@ def load_trained(
     Args:
         path: any weights that ``MODEL.WEIGHTS`` accepts.
         device: device of the detector; ``None`` for a CUDA GPU if torch finds one, else the CPU.
-        config_file: config that replaces the checkpoint's own. Weights that contain no config are refused if none is given.
+        config_file: config that replaces the checkpoint's own. It is required for weights that contain no config.
         overrides: KEY VALUE words that change the config.
 
     Raises:

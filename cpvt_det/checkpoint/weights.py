@@ -77,8 +77,8 @@ def read_weights(weights: str | Path | Mapping[str, Any], source: str = "auto") 
         source: source of the weights' names, a key of ``CONVERSIONS``; ``auto`` finds it from the names.
 
     Returns:
-        The weights under our names. The classes are read from the checkpoint. If it contains none, they are COCO's: row numbers are
-        ids in heads of 91 or 92 rows, and the 80 rows of detrex are in the order of the ids.
+        The weights under our names. The classes are read from the checkpoint. If it contains none, they are COCO's. In heads of 91
+        or 92 rows, the row number is the category id, and the 80 rows of detrex are in the order of the ids.
 
     Raises:
         WeightsError: weights that cannot be read, or whose parts contradict each other.
@@ -119,7 +119,8 @@ def read_weights(weights: str | Path | Mapping[str, Any], source: str = "auto") 
 
 
 def _proposes_classes(state_dict: Mapping[str, Tensor], source: str | None, config: str | None) -> bool | None:
-    """``Weights.class_proposals``: for our weights, the value in their config; for others, whether they are DAB's or DINO's."""
+    """The value of ``Weights.class_proposals``. For our weights, it is read from their config; for other projects' weights, it is
+    true if they are those of a DAB or DINO model."""
     if not any(PROPOSALS_HEAD.search(name) for name in state_dict):
         return None
     if source is not None:

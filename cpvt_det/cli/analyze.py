@@ -31,7 +31,7 @@ def analyze(config_file: str, runner: str, overrides: tuple[str, ...], sizes: st
     """Count the parameters and operations of a config's detector in inference; KEY VALUE pairs override the config.
 
     Prints parameters, multiply-adds and activations (the outputs of convolutions, matrix products and attention) by part, with
-    PEG's share; then time and memory on this machine, for one image without padding. Weights are random.
+    PEG's share. Then prints the time and memory that one image without padding takes on this machine. Weights are random.
 
     \b
     Example:

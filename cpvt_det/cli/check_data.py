@@ -38,9 +38,10 @@ def check_data(
 ) -> None:
     """Find all faults in a folder of images and annotations, or in the data sets of DATASETS.TRAIN and DATASETS.TEST of a config.
 
-    Prints every kind of fault with its first 20 places, or with --all every place; then the corrections that are made
-    automatically, and the validation images that are nearly the same as training images. The exit code is 2 if there are faults
-    that DATASETS.ON_BAD does not drop. A FOLDER is read as by `cpvt-det train FOLDER`, but nothing is written.
+    Prints every kind of fault with the first 20 places where it occurs, or with --all every place. Then lists the corrections that
+    are made automatically, and the validation images that are nearly the same as training images. The exit code is 2 if there are
+    faults that DATASETS.ON_BAD does not drop. A FOLDER is read in the same way as by `cpvt-det train FOLDER`, but nothing is
+    written.
 
     \b
     Example:
@@ -79,7 +80,7 @@ def _check(cfg: CfgNode, decode: bool, every: bool, found: FolderData | None = N
 
 
 def _look_at_split(data: CheckedData) -> None:
-    """Print the number of boxes of each class in both splits of a folder; images that are in both are an error."""
+    """Print the number of boxes of each class in both splits of a folder, and report an error if the splits share images."""
     if not data.train or not data.tests:
         return
     click.echo("\n".join(describe_classes(data.train[0], data.tests[0])))

@@ -31,8 +31,8 @@ def configs(part: str) -> None:
 
 
 def describe(path: Path) -> str:
-    """The first sentence of the comment at the start of a config. A config without a comment gets the sentence of its base,
-    followed by its own position encoding."""
+    """The first sentence of the comment at the start of a config. A config without a comment gets the sentence of its base config,
+    followed by the position encoding that it sets."""
     text = path.read_text(encoding="utf-8")
     comment = " ".join(line.lstrip("# ") for line in re.match(r"(?:#.*\n)*", text)[0].splitlines())
     if comment:

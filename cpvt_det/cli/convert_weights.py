@@ -23,9 +23,9 @@ def convert_weights(source_path: Path, output: Path, source: str) -> None:
     """Convert weights of another project.
 
     INPUT is a file, or a Hugging Face folder with model.safetensors or pytorch_model.bin. OUTPUT is a checkpoint that also contains
-    the classes; if its name ends in .safetensors, it contains the tensors only. You need not convert before training or evaluating:
-    MODEL.WEIGHTS also takes INPUT. If INPUT is a checkpoint of cpvt-det, OUTPUT contains the weights only, averaged if the run had
-    SOLVER.EMA.
+    the classes; if its name ends in .safetensors, it contains the tensors only. You do not have to convert weights before training
+    or evaluating, because MODEL.WEIGHTS also takes INPUT. If INPUT is a checkpoint of cpvt-det, OUTPUT contains only the weights,
+    and these are the averaged ones if the run had SOLVER.EMA.
 
     \b
     Example:

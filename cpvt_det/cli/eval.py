@@ -41,8 +41,8 @@ def eval(
 ) -> None:
     """Evaluate WEIGHTS, a file, a model folder or a file of cpvt-det export, on DATASETS.TEST; KEY VALUE pairs override the config.
 
-    With --sizes, test images get these short sides one after the other; for a classifier, they are crops of these sides. The
-    figures are in OUTPUT_DIR/sizes.md and sizes.json.
+    With --sizes, the evaluation is repeated for each size, which is the short side of the test images or, for a classifier, the
+    side of the crop. The metrics are written to sizes.md and sizes.json in OUTPUT_DIR.
 
     \b
     Example:

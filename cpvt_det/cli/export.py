@@ -82,9 +82,9 @@ def export(
     """Convert WEIGHTS, a checkpoint of a run, to a program that runs without this package; predict and eval take it too.
 
     The program takes pixels and a padding mask and returns boxes, scores and labels, or for a classifier the scores of the classes.
-    It is compared with the model on three batches of sizes other than the traced one. FILE is written only if no box and no score
-    differs by more than 1e-4 (with --half, 2e-2). With --int8 or --max-loss, both are evaluated too. KEY VALUE pairs override the
-    config.
+    It is compared with the model on three batches whose sizes differ from that of the traced batch. FILE is written only if no box
+    and no score differs by more than 1e-4 (with --half, 2e-2). With --int8 or --max-loss, the model and the program are also
+    evaluated on the test data. KEY VALUE pairs override the config.
 
     \b
     Example:

@@ -92,7 +92,8 @@ def choose_run(
         The path of that file, and the KEY VALUE words that are not in it. With ``resume``, the file is that of the previous run.
 
     Raises:
-        BadInputError: data or settings that cannot be used; several processes that each call this.
+        BadInputError: data or settings that cannot be used, or a process that was started as one of several, because each of them
+            would choose its own settings.
     """
     if is_of_torchrun() or variables_of_group(os.environ):
         raise BadInputError("each process would choose its own settings; use --num-gpus, or --config-file with a chosen.yaml")
@@ -158,8 +159,8 @@ def choose_run(
 
 
 def _output_of(folder: Path, resume: bool) -> str:
-    """``output/NAME_OF_FOLDER``, with a number if another run was started there, either on this folder or on one with the same
-    name.
+    """``output/NAME_OF_FOLDER``. A number is appended if another run was started there, either on this folder or on a folder with
+    the same name.
 
     Args:
         folder: folder of the data.

@@ -36,9 +36,9 @@ ANNOTATIONS = "annotations.json"
 def pack(dataset: str, shards: Path, overrides: tuple[str, ...], config_file: str, megabytes: int) -> None:
     """Write the images of a data set into tar files in the folder SHARDS, in webdataset's layout, with its COCO JSON.
 
-    DATASET is a name: coco_2017_train, or one of DATASETS.REGISTER. A run reads images in the same order as from single files, with
-    the same result; thousands of images in one file are easier on a network file system or an object store. The images are checked
-    first, and nothing is written if one has a fault.
+    DATASET is a name: coco_2017_train, or one of DATASETS.REGISTER. A run reads the images in the same order as from single files,
+    and gives the same result. A few large files put less load on a network file system or an object store than thousands of small
+    ones. The images are checked first, and nothing is written if one has a fault.
 
     \b
     Example:

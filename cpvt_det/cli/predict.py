@@ -146,7 +146,7 @@ def _require_usable(threshold: float | None, batch: int, overrides: Sequence[str
 
 
 def _origin(predictor: Predictor, weights: str) -> str:
-    """A sentence that says where the threshold comes from if the user gave none."""
+    """A sentence that says where the threshold comes from, for a user who gave none."""
     if predictor.thresholds is None:
         why = f"{weights} contains no threshold from an evaluation"
     elif predictor.thresholds.overall is None:

@@ -46,8 +46,8 @@ def serve(
     """Look at detections in the browser, of two models side by side. WEIGHTS is a checkpoint, a model folder or a name (cpvt-det
     weights lists them).
 
-    Drop photographs or a folder on the page. Threshold and classes are set on the page; a click on a box shows where the decoder
-    looked for it. The images stay on this machine, and nothing is written.
+    Drop photographs or a folder on the page. Threshold and classes are set on the page. A click on a box shows where the decoder
+    looked to find the object. The images stay on this machine, and nothing is written.
 
     \b
     Example:

@@ -25,9 +25,9 @@ POSITIVE = click.IntRange(min=1)
 def shapes(root: Path, num_train: int, num_val: int, seed: int, scale: float, processes: int | None) -> None:
     """Draw the shapes data set into the folder ROOT, in COCO format.
 
-    Geometric shapes of 8 classes on textured backgrounds, sides of 96 to 192 pixels: enough to train a detector and to see that it
-    learns. Nothing is done if ROOT already contains the same data set. The images depend on the seed and the scale only, not on
-    the number of processes; drawing more images does not change the earlier ones.
+    The images show geometric shapes of 8 classes on textured backgrounds, and their sides have 96 to 192 pixels. That is enough to
+    train a detector and to see that it learns. Nothing is done if ROOT already contains the same data set. The images depend only
+    on the seed and the scale, not on the number of processes. Drawing more images does not change the earlier ones.
 
     \b
     Example:

@@ -70,9 +70,10 @@ def attention(
 ) -> None:
     """Draw where a trained detector looks in an image.
 
-    WEIGHTS is a checkpoint or a model folder. encoder.png has a row per point and a column per layer, decoder.png a row per
-    detection; encoder_heads.png and decoder_heads.png show the heads of the last layer. For DETR, they are heat maps of the
-    attention weights; for Deformable-DETR, the sampling points, coloured by level and sized by weight, around their reference.
+    WEIGHTS is a checkpoint or a model folder. encoder.png has a row per point and decoder.png has a row per detection; both have a
+    column per layer. encoder_heads.png and decoder_heads.png show the heads of the last layer. For DETR, the pictures are heat maps
+    of the attention weights. For Deformable-DETR, they show the sampling points around the reference point; a point's colour is its
+    level and its size is its weight.
 
     \b
     Example:
@@ -103,9 +104,10 @@ def attention(
 def position(sources: tuple[str, ...], output: Path, size: str, source: str, config_file: str) -> None:
     """Draw what position encodings do, for several models side by side.
 
-    A config (.yaml) gets random weights; a checkpoint or a model folder has its own. added.png shows, by groups of channels, what
-    each encoding adds to images alone and to padded ones; kernels.png shows PEG's kernels. For DETR models, attention.png shows the
-    first encoder attention after the encoding, averaged over images and heads, by position of query and key and by their offset.
+    A config (.yaml) gets random weights; a checkpoint or a model folder has its own weights. added.png shows, by groups of
+    channels, what each encoding adds to images alone and to images with padding. kernels.png shows PEG's kernels. For DETR models,
+    attention.png shows the attention of the first encoder layer after the encoding, averaged over images and heads. It is drawn
+    once by the positions of query and key, and once by the offset between them.
 
     \b
     Example:
@@ -139,9 +141,10 @@ def position(sources: tuple[str, ...], output: Path, size: str, source: str, con
 def data(config_file: str, runner: str, overrides: tuple[str, ...], output: Path, count: int) -> None:
     """Draw the actual input of the model; KEY VALUE pairs override the config.
 
-    train.png shows the first images of the training sets after augmentation, with the boxes that the model learns. A file per test
-    set shows its first images as they are evaluated. With MODEL.QUERIES.DENOISING, denoising.png shows objects next to their noised
-    copies. Each image is on the canvas of its batch (of one process, divided by SOLVER.ACCUMULATE); the padding is striped.
+    train.png shows the first images of the training sets after augmentation, with the boxes that the model learns. For each test
+    set, a file shows the first images as they are evaluated. With MODEL.QUERIES.DENOISING, denoising.png shows objects next to
+    their noised copies. Each image is on the canvas of the batch that goes through the model at once, which is one process's batch
+    divided by SOLVER.ACCUMULATE. The padding is striped.
 
     \b
     Example:
@@ -168,13 +171,13 @@ def data(config_file: str, runner: str, overrides: tuple[str, ...], output: Path
 
 
 def _parts(task: Task, records: Sequence[ImageRecord]) -> Iterator[list[Sample]]:
-    """The parts of training batches that go through the model together, as ``SOLVER.ACCUMULATE`` divides them."""
+    """The parts into which ``SOLVER.ACCUMULATE`` divides training batches; the images of a part go through the model together."""
     for samples in task.build_train_loader(records, task.cfg.SEED):
         yield from split_samples(samples, max(1, task.cfg.SOLVER.ACCUMULATE))
 
 
 def _model(name: str, config_file: str) -> NamedDetector:
-    """The detector of a checkpoint, or of a config with random weights. Configs with the same parts get the same weights."""
+    """The detector of a checkpoint, or of a config with random weights. Configs with the same parts get the same random weights."""
     if Path(name).suffix.lower() not in (".yaml", ".yml"):
         trained = _load_detector(name, config_file)
         where = "/".join(Path(name).parts[-2:])

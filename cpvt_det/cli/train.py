@@ -90,9 +90,10 @@ def train(
 ) -> None:
     """Train a detector and evaluate it: on a folder of images and annotations, or by a config.
 
-    The format of a FOLDER is detected. Model, image size and length are chosen from the data, from steps that are timed on this
-    machine, and from --budget. Nothing is written into the folder. OUTPUT_DIR (output/NAME_OF_FOLDER) gets chosen.yaml, the chosen
-    settings with reasons; --config-file chosen.yaml repeats the run. KEY VALUE pairs override the chosen settings or the config.
+    The format of a FOLDER is detected. Model, image size and length are chosen to suit the data, the speed of a few steps that are
+    timed on this machine, and --budget. Nothing is written into the folder. The chosen settings and the reasons for them are
+    written to chosen.yaml in OUTPUT_DIR (output/NAME_OF_FOLDER); --config-file chosen.yaml repeats the run. KEY VALUE pairs
+    override the chosen settings or the config.
 
     \b
     Example:

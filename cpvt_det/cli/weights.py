@@ -18,8 +18,8 @@ from cpvt_det.common.errors import UnknownNameError, WeightsError
 def weights(names: Sequence[str]) -> None:
     """List public weights, trained on COCO; with NAMEs, fetch their files and print the paths.
 
-    Each NAME can follow predict, eval, serve and export in place of a file, and train FOLDER --start. AP is box AP on COCO
-    val2017 at 800 pixels, as stated by the publisher.
+    Each NAME can be given to predict, eval, serve and export in place of a file, and to train FOLDER with --start. AP is box AP on
+    COCO val2017 at 800 pixels, as stated by the publisher.
 
     \b
     Example:

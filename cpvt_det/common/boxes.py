@@ -76,7 +76,8 @@ def generalized_iou(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:
 
 @torch.no_grad()
 def intersection_over_union(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:
-    """Intersection over union without a gradient, elementwise over broadcast leading dimensions; 0 where both have zero area.
+    """Intersection over union without a gradient, elementwise over broadcast leading dimensions; 0 where both boxes have zero
+    area.
 
     Args:
         boxes1_xyxy: (..., 4) float, xyxy, without negative side lengths.

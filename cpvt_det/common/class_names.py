@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The classes of a data set, and those of COCO's detection task: 80 categories, whose ids run from 1 to 90 with gaps."""
+"""The classes of a data set, and the classes of COCO's detection task: 80 categories, whose ids run from 1 to 90 with gaps."""
 
 from dataclasses import dataclass
 

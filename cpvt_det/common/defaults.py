@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Default values shared by the config and the constructors, unless noted otherwise those of DETR-R50, arXiv 2005.12872. This module
-imports nothing."""
+"""Default values that the config and the constructors share. Unless noted otherwise, they are the values of DETR-R50, arXiv
+2005.12872. This module imports nothing.
+"""
 
 PIXEL_MEAN = (123.675, 116.28, 103.53)
 """Mean of the R, G and B channels of ImageNet, for pixel values from 0 to 255."""

@@ -59,8 +59,9 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 def gather_to_first(value: Any) -> list[Any]:
-    """The picklable values of all processes, in order of rank, on process 0; on all others an empty list, without sending them
-    anything."""
+    """The picklable values of all processes, in order of rank, on process 0. All other processes get an empty list, and nothing
+    is sent to them.
+    """
     if not is_initialized():
         return [value]
     values = [None] * world_size() if rank() == 0 else None
@@ -69,7 +70,9 @@ def gather_to_first(value: Any) -> list[Any]:
 
 
 def scatter_from_first(values: list[Any]) -> Any:
-    """This process's value from process 0's list of picklable values, one per process; lists of other processes are ignored."""
+    """This process's value from process 0's list of picklable values, which has one value per process. Lists of other processes
+    are ignored.
+    """
     if not is_initialized():
         return values[0]
     own = [None]

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors that the user can fix, reported in one line. The command line exits with code 2 on them.
 
-Two other errors end a run whose input was correct: :class:`RunStoppedError` with code 1, and :class:`InterruptedRun` with the code
-of its signal. Layers that are called with tensors of a wrong shape or dtype raise plain ``ValueError`` and ``TypeError``.
+Two other errors end a run whose input was correct. :class:`RunStoppedError` exits with code 1, and :class:`InterruptedRun` exits
+with the code of its signal. Layers that are called with tensors of a wrong shape or dtype raise a plain ``ValueError`` or
+``TypeError``.
 """
 
 import contextlib
@@ -40,7 +41,9 @@ class WeightsError(BadInputError):
 
 
 class MapSizeError(BadInputError):
-    """A feature map larger than a position encoding supports, or a canvas larger than the one an exported program was made for."""
+    """A feature map that is larger than a position encoding supports, or a canvas that is larger than the canvas for which an
+    exported program was made.
+    """
 
 
 class RunStoppedError(RuntimeError):
@@ -90,14 +93,15 @@ def exit_code(signum: int) -> int:
 
 
 def counted(number: float, noun: str) -> str:
-    """A rounded number and its noun, in the plural where needed: ``1 image``, ``3 images``, ``0 boxes`` for ``box``."""
+    """A rounded number and its noun, in the plural where needed: ``1 image``, ``3 images`` or, for ``box``, ``0 boxes``."""
     plural = noun + ("es" if noun.endswith("x") else "s")
     return f"{number:.0f} {noun if round(number) == 1 else plural}"
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, or its type if it has no text; for an error from a data worker, the original error's
-    text."""
+    """The first line of an error's text, or the error's type if it has no text. For an error from a data worker, the original
+    error's text is used.
+    """
     text = str(error).strip() or type(error).__name__
     if text.startswith("Caught ") and "Original Traceback" in text:
         return text.splitlines()[-1].partition(": ")[2]

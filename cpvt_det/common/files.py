@@ -23,9 +23,9 @@ def remove_unfinished(folder: str | Path) -> None:
 
 @contextlib.contextmanager
 def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
-    """Open a file for writing; it appears at ``path`` only after the block, when it is complete and on the disk.
+    """Open a file for writing. The file appears at ``path`` only after the block, when it is complete and on the disk.
 
-    If the block raises an error, what it wrote is removed and ``path`` is left unchanged.
+    If the block raises an error, everything that it wrote is removed, and ``path`` is left unchanged.
     """
     path = Path(path)
     # In the same folder: a rename is atomic within one file system only.

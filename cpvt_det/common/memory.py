@@ -26,15 +26,17 @@ def usable_cores() -> int:
 def let_waiting_threads_sleep() -> None:
     """Let OpenMP's threads sleep while they wait for each other, unless the user has set a policy; call it before importing torch.
 
-    By default they spin. If another program keeps a core busy, the system then interrupts a thread in the middle of its work,
-    because spinning has used up its time slice. This happens thousands of times per step, and each time the other threads have to
-    wait.
+    By default, the threads spin. If another program keeps a core busy, the system then interrupts a thread in the middle of its
+    work, because the thread has used up its time slice by spinning. This happens thousands of times per step, and each time the
+    other threads have to wait.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def trim_heap() -> None:
-    """Return the freed memory that glibc still holds to the system; otherwise later allocations reuse it and cannot be measured."""
+    """Return the freed memory that glibc still holds to the system. Otherwise, later allocations would reuse this memory and
+    could not be measured.
+    """
     with contextlib.suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -57,8 +59,9 @@ def resident() -> int:
 
 
 def available() -> int | None:
-    """Bytes that this process can still allocate: memory that is free or can be freed, plus free swap, within the limits of its
-    control groups; ``None`` where the system does not report it."""
+    """Bytes that this process can still allocate: memory that is free or can be freed, plus free swap, within the limits of the
+    process's control groups. ``None`` where the system does not report them.
+    """
     found = _read_numbers(Path("/proc/meminfo"))
     if "MemAvailable:" not in found:
         return None
@@ -101,7 +104,7 @@ def _status(key: str) -> int | None:
 
 @contextlib.contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Pause garbage collection, which takes a fifth to a third of the time where code creates millions of dicts without cycles."""
+    """Pause garbage collection. It takes a fifth to a third of the time in code that creates millions of dicts without cycles."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

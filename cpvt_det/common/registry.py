@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Registries of parts that can be chosen by name, from this package and from the user's own modules.
 
-A user's module registers a part under a name; ``--import MODULE`` on the command line imports it before the config is read, in
-every process of a run. This is a flag and never a config key, because a YAML file may name parts but must not run code.
+A user's module registers a part under a name. ``--import MODULE`` on the command line imports the module before the config is
+read, in every process of a run. This is a flag and not a config key, because a YAML file may name parts but must not run code.
 """
 
 import functools
@@ -32,7 +32,7 @@ class PartRegistry(Registry):
     Args:
         name: name of the registry, such as "POSITION".
         kind: what a part is called in messages, such as "position encoding".
-        chosen: parameters of builders that the program sets itself, so they are not options.
+        chosen: parameters of builders that are not options, because the program sets them itself.
     """
 
     def __init__(self, name: str, kind: str, chosen: frozenset[str] = frozenset()):
@@ -71,7 +71,7 @@ class PartRegistry(Registry):
         return self.get(name)
 
     def parameters(self, name: str) -> set[str]:
-        """The names of the keyword arguments that the builder registered under a name takes.
+        """The names of the keyword arguments of the builder that is registered under a name.
 
         Raises:
             UnknownNameError: a name that is not registered.
@@ -84,7 +84,7 @@ class PartRegistry(Registry):
 
         Args:
             name: a registered name.
-            facts: properties of the model by name; the builder gets those that it has parameters for.
+            facts: properties of the model by name. The builder gets only the properties that it has parameters for.
             options: settings of this part by name; the builder must accept all of them.
 
         Raises:
@@ -117,12 +117,12 @@ class PartRegistry(Registry):
         return functools.partial(self.find(name), **options)
 
     def _defaults(self, name: str) -> dict[str, Any]:
-        """The default values of those keyword arguments of the builder that have one."""
+        """The default values of the builder's keyword arguments, as far as they have any."""
         parameters = inspect.signature(self.find(name)).parameters.values()
         return {parameter.name: parameter.default for parameter in parameters if parameter.default is not parameter.empty}
 
     def _takers_of(self, option: str, known: Collection[str]) -> str:
-        """A hint that lists the parts that take an option, for the message that refuses it in another part."""
+        """A hint that lists the parts that take an option, for the error message if another part is given this option."""
         takers = [other for other in self.names if option in self.parameters(other) - set(known)]
         return f"it belongs to {', '.join(takers)}; leave it out, or set it to None" if takers else ""
 
@@ -142,13 +142,15 @@ def _require_kind(what: str, value: Any, default: Any) -> None:
 
 
 def _family_of(name: str) -> str:
-    """The name under which a part's family is registered, such as ``timm/<name>``; for a part without a family, its own name."""
+    """The name under which a part's family is registered, such as ``timm/<name>``. For a part without a family, this is the
+    part's own name.
+    """
     family, _, rest = name.partition("/")
     return f"{family}/<name>" if rest else name
 
 
 def import_modules(names: Iterable[str]) -> None:
-    """Import modules from Python's path or the current folder, in this process and in those that it starts later.
+    """Import modules from Python's path or the current folder, in this process and in all processes that it starts later.
 
     Args:
         names: module names, as in ``my_parts`` or ``my_package.parts``.
@@ -169,8 +171,9 @@ def import_modules(names: Iterable[str]) -> None:
 
 
 def import_words() -> str:
-    """The ``--import`` options of this command, each with a leading space, for commands suggested to the user; empty if there are
-    none."""
+    """The ``--import`` options of this command, each with a leading space, to be added to commands that are suggested to the
+    user. Empty if there are none.
+    """
     return "".join(f" --import {name}" for name in os.environ.get(INHERITED, "").split())
 
 

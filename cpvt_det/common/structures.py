@@ -37,8 +37,10 @@ class PaddedBatch:
         """Put images on the smallest common canvas whose sides are multiples of ``divisor``.
 
         Args:
-            images: (3, h, w) each: float and normalised; if ``mean`` and ``std`` are given, of any dtype and on any device.
-            divisor: the largest stride of the detector; if the sides are multiples of it, every level's mask is exact.
+            images: (3, h, w) each, float and normalised. If ``mean`` and ``std`` are given, the images are normalised here; they
+                may then have any dtype and be on any device.
+            divisor: the largest stride of the detector. If the canvas's sides are multiples of the largest stride, every level's
+                mask is exact.
             mean, std: (3, 1, 1) float, statistics to normalise the images with; the canvas is created on their device.
 
         Raises:
@@ -93,8 +95,8 @@ class BoxDistributions:
         logits: (D', B, Q, 4, N + 1) float, of the last D' layers, for the left, top, right and bottom side.
         starts: (B, Q, 4) float, cxcywh without gradient, the boxes from which distances are measured.
         values: (N + 1,) float, ascending: the distance that each bin stands for.
-        scale: () float; a side is ``(scale / 2 + distance) / scale`` times the start's width or height away from the start's
-            centre.
+        scale: () float. The distance of a side from the start's centre is the start's width or height times ``(scale / 2 +
+            distance) / scale``.
     """
 
     logits: Tensor
@@ -105,23 +107,23 @@ class BoxDistributions:
 
 @dataclass
 class Predictions:
-    """The predictions of a detector for a batch; those of the last decoder layer are the final answer.
+    """The predictions of a detector for a batch. The predictions of the last decoder layer are the final answer.
 
     Attributes:
         logits: (D, B, Q, K') float; K' is K for sigmoid and K + 1 for softmax classification.
         boxes: (D, B, Q, 4) float, cxcywh in [0, 1], relative to the unpadded image.
-        proposals: predictions of the encoder, one per token: logits (1, B, N, K') and boxes (1, B, N, 4); for two-stage detectors
-            only. Only the loss uses them.
+        proposals: predictions of the encoder, one per token: logits (1, B, N, K') and boxes (1, B, N, 4). Only two-stage
+            detectors have proposals, and only the loss uses them.
         denoising: predictions of the denoising queries, which exist in training only: logits (D, B, Q', K') and boxes
             (D, B, Q', 4), with ``objects`` and ``groups``.
-        objects: (B, Q) int64, the index of the target that each query belongs to, or -1 for none; for denoising queries only, which
-            need no matching.
-        groups: number of times that each target occurs in ``objects``; the losses are divided by it.
-        by_class: whether the logits of proposals are class logits; otherwise, only the row for "an object" has a meaning.
-        hybrid: predictions of additional queries that exist in training only: logits (D, B, Q', K') and boxes (D, B, Q', 4); the
-            loss matches several of them with each object.
-        one_to_many: predictions of the same queries, taken in each layer before its queries attend to each other: logits (D, B, Q,
-            K') and boxes (D, B, Q, 4); in training only. The loss matches several of them with each object.
+        objects: (B, Q) int64, the index of the target that each query belongs to, or -1 for none. Only denoising queries have it,
+            so they need no matching.
+        groups: number of times that each target occurs in ``objects``. The losses are divided by this number.
+        by_class: whether the logits of proposals are class logits. Otherwise, only the logit for "an object" has a meaning.
+        hybrid: predictions of additional queries that exist in training only: logits (D, B, Q', K') and boxes (D, B, Q', 4). The
+            loss matches several of these queries with each object.
+        one_to_many: predictions of the main queries, taken in each layer before the queries attend to each other, in training
+            only: logits (D, B, Q, K') and boxes (D, B, Q, 4). The loss matches several of these predictions with each object.
         distributions: the distributions from which the boxes of the last layers were computed; in training only, and only for
             decoders that refine distributions.
     """
@@ -150,8 +152,8 @@ class ClassLogits:
     """The answer of a classifier for a batch.
 
     Attributes:
-        logits: (H, B, K), at least float32, from H heads. There is one head, and with a distillation token a second one, which
-            learns from the teacher. The answer is the mean over the heads.
+        logits: (H, B, K), at least float32, from H heads. There is one head. With a distillation token, there is a second head,
+            which learns from the teacher. The answer is the mean over the heads.
     """
 
     logits: Tensor
@@ -268,14 +270,16 @@ def level_padding_mask(padding_mask: Tensor, stride: int) -> Tensor:
         (B, ceil(H / stride), ceil(W / stride)) bool, True = padded.
 
     Raises:
-        TypeError: a mask that is not bool; ``~`` on an integer mask gives -1 and -2.
+        TypeError: the mask is not bool. Integer masks are refused because ``~`` would turn them into -1 and -2.
     """
     require_bool(padding_mask)
     return padding_mask[:, ::stride, ::stride]
 
 
 def has_padding(padding_mask: Tensor) -> bool:
-    """Whether any cell of a mask is padded; also true if checking would mean waiting for a device or breaking a compiled graph."""
+    """Whether any cell of a mask is padded. Also true if the check would have to wait for a device or would break a compiled
+    graph.
+    """
     is_at_hand = padding_mask.device.type == "cpu" and not torch.compiler.is_compiling()
     return not is_at_hand or bool(padding_mask.any())
 
@@ -284,8 +288,8 @@ def valid_sizes(padding_mask: Tensor) -> list[Size] | None:
     """(height, width) of the valid rectangle in the upper left corner of each image of a mask (B, H, W).
 
     Returns:
-        ``None`` if the valid cells have any other shape, or if checking would mean waiting for a device or breaking a compiled
-        graph.
+        ``None`` if the valid cells have any other shape, or if the check would have to wait for a device or would break a
+        compiled graph.
     """
     if padding_mask.device.type != "cpu" or torch.compiler.is_compiling():
         return None

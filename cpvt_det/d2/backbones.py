@@ -90,8 +90,8 @@ def build_detector_backbone(cfg: CfgNode) -> nn.Module | None:
     """The backbone if ``MODEL.BACKBONE.NAME`` is in detectron2's registry; ``None`` if it is one of ours.
 
     Raises:
-        ConfigError: ``DC5``, ``NORM``, ``WIDTH`` or ``CHECKPOINTING`` with a backbone of detectron2, ``MASK_PADDING`` with one that
-            cannot keep the padding out, stages without a map, or an unknown name.
+        ConfigError: ``DC5``, ``NORM``, ``WIDTH`` or ``CHECKPOINTING`` with a backbone of detectron2, ``MASK_PADDING`` with a
+            backbone that cannot keep the padding out, stages without a map, or an unknown name.
     """
     node = cfg.MODEL.BACKBONE
     if node.NAME in models.BACKBONE_REGISTRY:
@@ -168,7 +168,8 @@ def keep_padding_out(body: nn.Module, maps: Maps, divisor: int) -> None:
 
 
 def _treatments(network: nn.Module, forward: Callable[[Tensor], Sequence[Tensor]], images: Tensor) -> list[masking.Treatment]:
-    """The treatments that the types of modules need, with the grids observed in one forward pass."""
+    """The treatment of each module whose type needs one, with the module's grids of input and output, observed in one forward
+    pass."""
     found: list[masking.Treatment] = []
 
     def see(name: str, module: nn.Module, args: tuple, out: Tensor) -> None:
@@ -274,8 +275,9 @@ for _name in OWN_POSITIONS:
 def build_peg_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> Backbone:
     """The backbone ``MODEL.PEG.BACKBONE`` with a PEG on each of the maps ``MODEL.PEG.IN_FEATURES``.
 
-    Only the keys ``peg.<map>`` are added to its state dict, so that weights of the backbone without PEG load. detectron2 gives a
-    backbone no padding mask, so PEG, like any convolution, sees the padding, which is zero in the image.
+    Only the keys ``peg.<map>`` are added to the state dict, so that weights of the backbone without PEG can be loaded. detectron2
+    gives a backbone no padding mask. So PEG, like any convolution, also reads what the backbone computes under the padding, where
+    the image is zero.
 
     Raises:
         ConfigError: a backbone that is not registered, or ``build_peg_backbone`` itself; settings that PEG refuses.

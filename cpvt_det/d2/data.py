@@ -98,8 +98,9 @@ def find_registered(cfg: CfgNode) -> None:
 def to_coco(name: str) -> dict[str, Any]:
     """A data set of detectron2's catalogs as a COCO dict.
 
-    File names are made absolute; image ids that are not whole numbers (Pascal VOC) are replaced by 1, 2, ... Category ids are those
-    of the data if detectron2 knows them and they increase with the label, otherwise labels + 1. Our labels then equal detectron2's.
+    File names are made absolute; image ids that are not whole numbers (Pascal VOC) are replaced by 1, 2, ... Category ids are the
+    data's own if detectron2 knows them and they increase with the label; otherwise they are the labels + 1. In both cases our
+    labels equal detectron2's.
 
     Raises:
         ConfigError: as in :func:`find_registered`.

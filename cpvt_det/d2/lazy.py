@@ -113,8 +113,8 @@ def _refuse_ours_alone(cfg: CfgNode) -> None:
 
 
 def _dataloader(cfg: CfgNode) -> DictConfig:
-    """DETR's augmentation, built from detectron2's parts: a flip, a resize and crop for half of the images, and a random short
-    side."""
+    """Data loading with DETR's augmentation, built from detectron2's parts: a flip, a resize and crop for half of the images, and a
+    resize to a random short side."""
 
     def loader(build: Callable, names: Sequence[str], augmentations: list, filter_empty: bool = False, **more: Any) -> DictConfig:
         dataset = L(get_detection_dataset_dicts)(names=list(names), filter_empty=filter_empty)
@@ -156,7 +156,7 @@ def build_model(yaml: DictConfig, **parts: Any) -> nn.Module:
 
 
 class LearningRateFactor(ParamScheduler):
-    """Our learning-rate schedule as a function of the completed share of the run.
+    """Our learning-rate schedule as a function of the completed fraction of the run.
 
     Args:
         kind, gamma, end: as in :class:`LRSchedule`.
@@ -177,8 +177,8 @@ class ClippedAdamW(torch.optim.AdamW):
     Args:
         params: parameters, or groups of parameters.
         clip_norm: largest norm; 0 for no clipping.
-        options: further arguments of ``torch.optim.AdamW``, except ``fused``, because with a gradient scaler it would clip
-            gradients that are still scaled.
+        options: further arguments of ``torch.optim.AdamW``. ``fused`` is refused because, with a gradient scaler, the gradients
+            would still be scaled when they are clipped.
 
     Raises:
         ValueError: a negative norm, or ``fused``.

@@ -44,8 +44,8 @@ class Detectron2Protocol:
         """Turn a config into the constructor's arguments, with the config's backbone if no other is given.
 
         This also registers ``DATASETS.REGISTER``, since detectron2's trainers build the model before the data. If
-        ``MODEL.NUM_CLASSES`` is 0, the number of classes of the first data set is read from detectron2's catalog. Without
-        ``MODEL.WEIGHTS`` the backbone gets the weights ``MODEL.BACKBONE.WEIGHTS``.
+        ``MODEL.NUM_CLASSES`` is 0, the number of classes of the first data set is read from detectron2's catalog. If
+        ``MODEL.WEIGHTS`` is empty, the weights ``MODEL.BACKBONE.WEIGHTS`` are loaded into the backbone.
         """
         register_datasets(registered_datasets(cfg.DATASETS.REGISTER))
         names = (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST)
@@ -108,7 +108,8 @@ class FromConfig:
 
 
 def _arguments(cfg: CfgNode, backbone: nn.Module | None = None) -> dict[str, Any]:
-    """The model's arguments; without ``MODEL.WEIGHTS`` the config's own backbone gets ``MODEL.BACKBONE.WEIGHTS``."""
+    """The model's arguments. If ``MODEL.WEIGHTS`` is empty, the weights ``MODEL.BACKBONE.WEIGHTS`` are loaded into the config's own
+    backbone."""
     _, arguments = builders.detector_arguments(cfg, backbone or build_detector_backbone(cfg))
     node = cfg.MODEL.BACKBONE
     if backbone is None and node.WEIGHTS and not cfg.MODEL.WEIGHTS:
@@ -127,9 +128,8 @@ def _meta_architecture(name: str, detector: type[Detector]) -> type[Detector]:
     """Turn a detector or a classifier into a meta architecture of detectron2, which is built from a config or from keyword
     arguments.
 
-    Its keyword arguments are those of the model. A detector has two more: ``criterion``, the set loss, whose classification
-    determines the defaults of ``num_logits`` and ``prior_probability``; and ``postprocessor``, which by default keeps the 100 best
-    detections.
+    It takes the same keyword arguments as the model. A detector takes two more. ``criterion`` is the set loss, whose classification
+    determines the defaults of ``num_logits`` and ``prior_probability``. ``postprocessor`` by default keeps the 100 best detections.
     """
 
     @configurable
@@ -152,7 +152,8 @@ def _to_targets(sample: dict, num_classes: int) -> Targets:
     """The targets of a sample with ``instances``.
 
     Raises:
-        DataError: a sample without ``instances``, or a label above the model's classes, which softmax would learn as "no object".
+        DataError: a sample without ``instances``, or a label beyond the model's classes, which a softmax head would learn as "no
+            object".
     """
     where = f"{sample.get('file_name', 'a training image')} (id {sample.get('image_id')})"
     if "instances" not in sample:

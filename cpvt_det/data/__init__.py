@@ -17,12 +17,12 @@ def read_folder(path: str | os.PathLike[str], data_format: str = "", new_split: 
         new_split: whether to draw a split even if the folder has one.
 
     Returns:
-        Data sets, each with ``name``, ``classes.names`` and ``records``. Each record is one image, with its ``file_name``; its
-        ``labels``, (G,) int64 indices into the names; and its ``boxes_xyxy``, (G, 4) float32 in pixels. ``issues.infos`` lists all
-        corrections that were made.
+        Data sets, each with ``name``, ``classes.names`` and ``records``. Each record is one image and has three attributes:
+        ``file_name``; ``labels``, (G,) int64 indices into the names; and ``boxes_xyxy``, (G, 4) float32 in pixels.
+        ``issues.infos`` lists all corrections that were made.
 
     Raises:
-        DataError: a folder without data sets, or with faulty images or boxes.
+        DataError: the folder has no data sets, or has faulty images or boxes.
     """
     import tempfile
     from pathlib import Path

@@ -2,7 +2,7 @@
 """Turn the entries of COCO's ``images`` and ``annotations`` into a table, and check each by ``data/validation/rules.py``.
 
 Nearly all boxes are plain: nothing needs to be reported about them, except perhaps a missing area or iscrowd. A single expression
-recognises them, and only their numbers are stored. The full rules are applied only to the other boxes.
+recognises plain boxes, and only their numbers are stored. The full rules are applied only to the other boxes.
 """
 
 import struct
@@ -40,7 +40,8 @@ TWICE = "boxes that repeat another one of the same image and class, left out"
 
 
 class Entries:
-    """The valid entries of a COCO JSON's sections; if annotations precede the images in the file, they are read a second time.
+    """The valid entries of a COCO JSON's sections. If annotations precede the images in the file, the annotations are read a
+    second time.
 
     Images that share an id are left out, because a box with that id could belong to any of them.
 
@@ -88,7 +89,7 @@ class Entries:
 
     @cached_property
     def kept(self) -> list[tuple[Id, str, int, int]]:
-        """Id, file name, height and width of each valid image; complete once all images have been added."""
+        """Id, file name, height and width of each valid image. The list is complete once all images have been added."""
         good = self._good
         for at, heading in enumerate(("image ids that are not unique", "images that are listed more than once")):
             if len({image[at] for image in good}) < len(good):
@@ -162,7 +163,9 @@ class Entries:
         return Table(images, np.frombuffer(b"".join(names), dtype=np.uint8), boxes)
 
     def _without_copies(self, rows: np.ndarray, taken: np.ndarray) -> np.ndarray:
-        """Rows without duplicates: of equal boxes of one class in an image, one is kept, because only one could be detected."""
+        """Rows without duplicates. If an image has several equal boxes of one class, only one of them is kept, because a detector
+        could find only one.
+        """
         hashes = np.zeros(len(rows), dtype=np.uint64)
         for column in (taken["image"], taken["category"], *taken["xywh"].view(np.int64).T):
             hashes = hashes * np.uint64(FACTOR) + column[rows].astype(np.uint64)

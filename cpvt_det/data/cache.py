@@ -36,9 +36,9 @@ def read_once(files: DatasetFiles, folder: Path, read: Callable[[DatasetFiles], 
     """Read a data set, or map the file in which an earlier run has cached it.
 
     The cached file's name contains hashes of the source's path, of the sizes and times of its files, and of the code that reads
-    them. It is either complete or absent. If several processes start together, one reads the data set and the others wait. Cached
-    files of earlier states of the source are removed, except those that a process has mapped. If the folder cannot be written to,
-    the data set is simply read again in every run.
+    them. The file is either complete or absent. If several processes start together, one reads the data set and the others wait.
+    Cached files of earlier states of the source are removed, except those that a process has mapped. If the folder cannot be
+    written to, the data set is simply read again in every run.
 
     Args:
         files: files of the data set.
@@ -78,7 +78,7 @@ def _state(files: DatasetFiles) -> str:
     """A hash of the files' names, sizes and times, and of the code that reads them; empty if caching would not save time.
 
     Raises:
-        DataError, OSError: missing files, which the reader will report.
+        DataError, OSError: files are missing; the reader will report them.
     """
     data_format, code = find_format(files.annotations), hash_of_code()
     if data_format is None:
@@ -121,7 +121,9 @@ def _short(text: str) -> str:
 
 
 def _state_of(path: str | Path) -> list[int]:
-    """Size, modification time and change time of a file or folder; empty if it is missing. No copy keeps the change time."""
+    """Size, modification time and change time of a file or folder; empty if it is missing. The change time is included because
+    copying a file never preserves it.
+    """
     with contextlib.suppress(OSError, ValueError):
         found = os.stat(path)
         return [found.st_size, found.st_mtime_ns, found.st_ctime_ns]
@@ -130,8 +132,8 @@ def _state_of(path: str | Path) -> list[int]:
 
 @cache
 def hash_of_code(reader: str = "") -> str:
-    """A hash of all code that reads and checks data, and of the image decoders' versions; a change to any of them may affect
-    results.
+    """A hash of all code that reads and checks data, and of the image decoders' versions, because a change to any of them may
+    affect results.
 
     Args:
         reader: module of a user-defined format.
@@ -144,8 +146,8 @@ def hash_of_code(reader: str = "") -> str:
 class KeptLook:
     """The cached result of checking all image files of a data set.
 
-    It is valid as long as no file in the image folders is added, removed or renamed, and no faulty image changes. If any other
-    image is overwritten, this is noticed when it is read, because its size is compared then.
+    The result is valid as long as no file in the image folders is added, removed or renamed, and no faulty image changes. If any
+    other image is overwritten, this is noticed when the image is read, because its size is compared then.
 
     Args:
         records: records of the data set.

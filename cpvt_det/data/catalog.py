@@ -67,8 +67,9 @@ def registered_datasets(registered: Sequence[Sequence[str]]) -> list[DatasetFile
     """The data sets of ``DATASETS.REGISTER``.
 
     Args:
-        registered: triples. Each has a name, a COCO JSON and an image root (a folder, tar files or a URL); or a name, a path and a
-            split, where the path is the folder of a YOLO or a Pascal VOC data set, or YOLO's YAML file.
+        registered: triples. Each consists either of a name, a COCO JSON and an image root (a folder, tar files or a URL), or of a
+            name, a path and a split. In the second case, the path is the folder of a YOLO or a Pascal VOC data set, or YOLO's
+            YAML file.
 
     Raises:
         ConfigError: an entry that is not a triple of strings.

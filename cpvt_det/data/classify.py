@@ -46,7 +46,7 @@ def crop_transform(
         ValueError: a value out of its range.
 
     Source: arXiv 2012.12877, table 9. Torchvision's RandAugment (arXiv 1909.13719) differs from timm's ``rand-m9-mstd0.5-inc1``:
-    its magnitude has no noise. Apart from posterizing, torchvision's magnitude 27 of 30 is as strong as timm's 9 of 10.
+    its magnitude has no noise. Torchvision's magnitude 27 of 30 is as strong as timm's 9 of 10, except for posterizing.
     """
     _require(size >= 1, f"the side of crops must be at least 1 pixel, got {size}")
     _require(
@@ -73,8 +73,8 @@ def central_transform(size: int, crop_ratio: float) -> v2.Transform:
 
     Args:
         size: side of the crop in pixels.
-        crop_ratio: side of the crop as a fraction of the resized short side; 0 keeps the whole image, with its short
-            side resized to ``size``.
+        crop_ratio: side of the crop as a fraction of the resized short side. With 0, the short side is resized to ``size``, and
+            the whole image is kept.
 
     Raises:
         ValueError: a value out of its range.
@@ -92,7 +92,7 @@ class ClassMapper(Mapper):
         """Make the sample of one record, using torch's global random state.
 
         Raises:
-            DataError: an image that cannot be read.
+            DataError: the image cannot be read.
         """
         sample = {**named(record), "image": self.prepare(read_image(record.file_name))}
         return sample | ({"targets": Targets(torch.from_numpy(record.labels[:1]), WHOLE)} if self.with_targets else {})

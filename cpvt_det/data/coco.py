@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From COCO JSON to records, which hold each image's boxes to learn, and to the ground truth for evaluation.
+"""Turn COCO JSON into records, which hold the boxes to learn for each image, and into the ground truth for evaluation.
 
 This is the start of the data pipeline; ``data/mapper.py`` comes next. Other formats are read by ``data/formats/``. Boxes that are
 left out of the records are also left out of the ground truth; ``data/validation/rules.py`` defines which ones.
@@ -142,7 +142,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_categories(section: list, issues: Issues) -> list[dict]:
-    """Categories without faults, by ascending id. A faulty category is an error, because it makes its boxes meaningless."""
+    """Categories without faults, by ascending id. A faulty category is an error, because the boxes of that category would be
+    meaningless.
+    """
     faults = ((number, category_fault(category)) for number, category in enumerate(section))
     faulty = {number: fault for number, fault in faults if fault}
     for number, (heading, detail) in faulty.items():
@@ -188,8 +190,9 @@ def _read(files: DatasetFiles, examples: float) -> Table:
 
 
 def _require_pixels(table: Table, issues: Issues) -> None:
-    """Refuse data if all boxes look like fractions of the image's sides, a frequent mistake; a single one may just be a tiny
-    box."""
+    """Refuse data if all boxes look like fractions of the image's sides, which is a frequent mistake. A single such box may just
+    be tiny.
+    """
     # an image that cannot be read counts as 1 x 1
     known = np.repeat(np.maximum(table.images["height"], table.images["width"]) > 1, table.images["count"])
     boxes = table.boxes["xywh"][known]

@@ -22,8 +22,8 @@ class Packed(NamedTuple):
     """Samples packed into one tensor.
 
     Attributes:
-        content: (n,) uint8, the bytes of all tensors, then the pickled samples, in which each tensor is replaced by its place in
-            the bytes.
+        content: (n,) uint8, the bytes of all tensors, followed by the pickled samples. In the pickle, each tensor is replaced by
+            its position in the bytes.
         size: number of bytes that the tensors take.
     """
 

@@ -4,10 +4,10 @@
 ``images/1.jpg`` is a file, ``shards/{000000..000011}.tar/1.jpg`` is a member of one of twelve tar files, and fsspec reads
 ``https://host/images/1.jpg``, like any other URL that it knows. Tar files may be at URLs, too.
 
-All images become 8-bit RGB. They are turned in the same way as by Pillow's ``ImageOps.exif_transpose``: according to EXIF data,
+All images become 8-bit RGB. They are turned in the same way as by Pillow's ``ImageOps.exif_transpose``, which follows EXIF data,
 EXIF data that ImageMagick writes into the text of a PNG, or XMP data. Damaged EXIF data are ignored. 16-bit pixels are reduced to
-their high byte, and transparency is dropped. Pixels without a fixed range (floats, 32-bit integers) are refused, and so are images
-with more pixels than Pillow's limit, which :data:`LIMIT` can replace.
+their high byte, and transparency is dropped. Pixels without a fixed range (floats, 32-bit integers) are refused, and so are
+images with more pixels than Pillow's limit, which :data:`LIMIT` can replace.
 """
 
 import contextlib
@@ -66,8 +66,8 @@ class ImageHeader:
     Attributes:
         width, height: size in pixels after rotation.
         mode: Pillow's name for the pixel format, such as "RGB" or "I;16".
-        orientation: EXIF orientation, 1 to 8; 1 means not turned; for 5 to 8, turning swaps width and height.
-        is_whole: whether the file contains the end mark of its format, or the format has none.
+        orientation: EXIF orientation, 1 to 8. 1 means that the image is not turned; for 5 to 8, turning swaps width and height.
+        is_whole: whether the file contains the end mark of its format; also true if the format has no end mark.
     """
 
     width: int
@@ -87,7 +87,7 @@ def open_image(path: str) -> BinaryIO:
 
     Raises:
         MissingFileError: no such file.
-        UnreachableError: a file that cannot be reached now but may be later.
+        UnreachableError: the file cannot be reached now, but it may be reachable later.
         DataError: a file that cannot be read.
     """
     try:
@@ -111,8 +111,9 @@ def open_image(path: str) -> BinaryIO:
 
 
 def _open_elsewhere(path: str) -> BinaryIO:
-    """Open a path at which there is no file: a member of tar files, a URL, or a file whose name is stored in another Unicode form,
-    in which "é" may be one character or two."""
+    """Open a path at which there is no file. The path may be a member of tar files, a URL, or a file whose name is stored in
+    another Unicode form ("é", for example, may be one character or two).
+    """
     shards, name = split_at_shards(path)
     if shards:
         return open_shards(shards).open(name)
@@ -126,7 +127,8 @@ def read_header(path: str, content: bytes | None = None) -> ImageHeader:
     """Read an image's header.
 
     Args:
-        path: path of the file, as described at the top of this module; if ``content`` is given, only a name for messages.
+        path: path of the file, as described at the top of this module. If ``content`` is given, the path serves only as a name in
+            messages.
         content: bytes of the file, if it is not on the disk.
 
     Raises:
@@ -175,7 +177,8 @@ def read_image(path: str, content: bytes | None = None) -> "Tensor":
 
 
 def read_pillow(image: Image.Image) -> "Tensor":
-    """The pixels of a PIL image, equal to those that :func:`read_image` returns for its file; JPEGs may differ in the last bit.
+    """The pixels of a PIL image. They equal what :func:`read_image` returns for the image's file, except that pixels of JPEGs may
+    differ in the last bit.
 
     Returns:
         (3, H, W) uint8, turned according to the EXIF and XMP data that the image still has.
@@ -212,11 +215,11 @@ def _turn(pixels: "Tensor", orientation: int) -> "Tensor":
 def _set_up_decoders() -> None:
     """Let Pillow and torchvision read up to our limit of pixels without warnings, which ``-W error`` would turn into errors.
 
-    ``catch_warnings`` does not work with threads, so a filter is added instead. Adding it only once is not enough, because other
-    code, such as pytest, puts its own filters before it.
+    ``catch_warnings`` does not work with threads, so a filter is added instead. Adding the filter only once is not enough,
+    because other code, such as pytest, puts its own filters before it.
 
     Raises:
-        ConfigError: a limit that is not a number of pixels.
+        ConfigError: the limit is not a number of pixels.
     """
     if warnings.filters[:1] != [("ignore", None, Warning, SILENT, 0)]:
         warnings.filterwarnings("ignore", module=SILENT.pattern)
@@ -248,7 +251,9 @@ def _open(path: str, content: bytes | None = None) -> tuple[BinaryIO, bytes | No
 
 
 def _cannot_read(path: str, error: Exception) -> DataError:
-    """The error to raise for any error of a decoder. These have no common base class: Pillow even raises ``SyntaxError``."""
+    """The error to raise for any error of a decoder. Decoders' errors have no common base class; Pillow even raises
+    ``SyntaxError``.
+    """
     reason = re.sub(r"^.*\.cpp:\d+, ", "", first_line(error))  # torchvision's text begins with a line of its source
     why = "it is not an image, or its format is unknown" if isinstance(error, Image.UnidentifiedImageError) else reason
     if isinstance(error, Image.DecompressionBombError):
@@ -266,12 +271,12 @@ def _require_known_range(image: Image.Image) -> None:
 
 
 def _is_wide_portable(image: Image.Image) -> bool:
-    """Whether the image is a PGM of more than 8 bits, which Pillow scales to 16 bits and stores in 32."""
+    """Whether the image is a PGM of more than 8 bits, which Pillow scales to 16 bits and stores in 32 bits."""
     return image.format == "PPM" and image.mode == "I"
 
 
 def _to_eight_bits(image: Image.Image) -> Image.Image:
-    """The high byte of 16-bit pixels; Pillow's own conversion makes all but the darkest pixels white."""
+    """The high byte of 16-bit pixels. Pillow's own conversion is not used, because it makes all but the darkest pixels white."""
     if image.mode not in SIXTEEN_BITS and not _is_wide_portable(image):
         return image
     high = (np.array(image) >> 8).astype(np.uint8)
@@ -282,7 +287,8 @@ def _to_eight_bits(image: Image.Image) -> Image.Image:
 def _orientation(image: Image.Image) -> int:
     """The orientation of an image as Pillow finds it, in EXIF data or XMP; 1 if the EXIF data are damaged.
 
-    In a PNG that is not decoded yet, Pillow finds only what is stored before the pixels. In a decoded TIFF it finds nothing.
+    In a PNG that is not decoded yet, Pillow finds an orientation only if it is stored before the pixels. In a decoded TIFF,
+    Pillow finds none.
     """
     try:
         value = Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1)  # a PNG's own method would decode the image

@@ -24,7 +24,7 @@ def entries(path: Path, sections: Collection[str]) -> Iterator[tuple[str, Any]]:
         sections: names of the lists to read; everything else is skipped.
 
     Raises:
-        NotAStreamError: a file that must be parsed as a whole; some entries may have been returned before.
+        NotAStreamError: the file must be parsed as a whole. Some entries may already have been returned.
         OSError: a file that cannot be read.
     """
     with path.open(encoding="utf-8-sig") as file:

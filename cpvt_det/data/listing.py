@@ -26,7 +26,7 @@ SPLIT_NAMES |= {"testing": "test"}
 
 @cache
 def readable() -> frozenset[str]:
-    """The suffixes of ``IMAGES`` that Pillow can read here; AVIF and JPEG 2000 depend on how it was built."""
+    """The suffixes of ``IMAGES`` that Pillow can read here. Whether it reads AVIF and JPEG 2000 depends on how it was built."""
     return frozenset(IMAGES & Image.registered_extensions().keys())
 
 
@@ -36,11 +36,13 @@ def is_image(name: str) -> bool:
 
 
 def walk(top: str | Path, seen: set[str]) -> Iterator[tuple[str, list[str]]]:
-    """A folder and those below it, sorted by name, each with its sorted file names; without hidden ones and ``NOT_THE_USERS``.
+    """A folder and all folders below it, sorted by name, each with its sorted file names. Hidden files and folders, and folders
+    in ``NOT_THE_USERS``, are left out.
 
     Args:
         top: the folder.
-        seen: real paths of folders to leave out, so that a link cannot lead back to them; the folders of this walk are added.
+        seen: real paths of folders to leave out, so that a link cannot lead back to them. The folders of this walk are added to
+            it.
     """
     for folder, names, files in os.walk(top, followlinks=True):
         real = os.path.realpath(folder)
@@ -53,14 +55,14 @@ def walk(top: str | Path, seen: set[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def files_below(folder: Path, split: str = "") -> Iterator[str]:
-    """The folders and files of :func:`walk`, regardless of the split: what a format reads if its data sets are folders."""
+    """The folders and files of :func:`walk`, regardless of the split. A format whose data sets are folders reads these."""
     for place, names in walk(folder, set()):
         yield place
         yield from (os.path.join(place, name) for name in names)
 
 
 class Listing:
-    """All files below one or several folders, without hidden files and those in ``NOT_THE_USERS``.
+    """All files below one or several folders, without hidden files and files in the folders ``NOT_THE_USERS``.
 
     Args:
         root: the folder.
@@ -112,7 +114,9 @@ class Listing:
         return [path for path in self.images if path.parent in inside]
 
     def parts_of(self, path: Path) -> tuple[str, ...]:
-        """The parts of a path below the root, or below another folder of the listing; empty for a path outside these."""
+        """The parts of a path below the root, or below another folder of the listing; empty for a path outside all of these
+        folders.
+        """
         for top in self._tops:
             if path.is_relative_to(top) and os.pardir not in (parts := path.parts[len(top.parts) :]):
                 return parts
@@ -120,7 +124,8 @@ class Listing:
         return () if parts[:1] == (os.pardir,) else parts
 
     def split_of(self, path: Path, with_name: bool = False) -> str:
-        """``train``, ``val`` or ``test``, from the nearest folder below the root whose name contains such a word; else empty.
+        """``train``, ``val`` or ``test``, taken from the nearest folder below the root whose name contains such a word; empty if
+        there is none.
 
         Args:
             path: a file.
@@ -153,11 +158,12 @@ def find_files(source: str, output: Path) -> tuple[list[Path], list[Path]]:
     """Find image files by path, folder or glob.
 
     Args:
-        source: a file; a folder, for all images in it and below it; or a glob, in which ``**`` matches any depth.
+        source: a file, a folder or a glob. A folder stands for all images in it and below it; in a glob, ``**`` matches any
+            depth.
         output: folder below which all files are ignored, because it may contain pictures drawn by an earlier call.
 
     Returns:
-        At least one path, sorted; and, for a folder, the photographs in formats that cannot be read here.
+        At least one path, sorted. For a folder, also the photographs in formats that cannot be read here.
 
     Raises:
         DataError: no image was found.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches of samples, starting at any iteration, and the same for any number of workers.
+"""Batches of samples, which can start at any iteration and are the same for any number of workers.
 
-A sample's random state depends only on (seed, epoch, image), and a batch only on (seed, iteration). A run therefore needs only
-its iteration to resume where it stopped.
+A sample's random state depends only on (seed, epoch, image), and the images of a batch depend only on (seed, iteration). A run
+therefore needs only its iteration to resume where it stopped.
 """
 
 import atexit
@@ -42,10 +42,10 @@ class MappedDataset(Dataset):
         records: records of one or more data sets.
         mapper: function from a record to a sample.
         seed: seed of the run.
-        closing: an epoch, counted from 0, and the mapper to use from that epoch on; with ``None``, ``mapper`` is used for all
+        closing: an epoch, counted from 0, and the mapper to use from that epoch on. With ``None``, ``mapper`` is used in all
             epochs.
-        patience: seconds for which reading an unreachable image is retried; also how long to wait for a batch while no data worker
-            finishes an image.
+        patience: seconds for which reading an unreachable image is retried. The loader waits equally long for a batch while no
+            data worker finishes an image.
 
     Attributes:
         at_work: (workers, 2) int64 in shared memory: each worker's process id and the index of the record it is reading, or -1.
@@ -103,7 +103,7 @@ def dead_workers_named(dataset: MappedDataset) -> Iterator[None]:
     """If a data worker dies within this block, raise an error that names the image that it was reading.
 
     Raises:
-        DeadWorkerError: a worker died; torch's own error for this may be raised anywhere in the block.
+        DeadWorkerError: a worker died. torch's own error for this may be raised anywhere in the block.
     """
     try:
         yield
@@ -120,7 +120,7 @@ def dead_workers_named(dataset: MappedDataset) -> Iterator[None]:
 
 
 def _words_of_torch(error: BaseException | None) -> re.Match[str] | None:
-    """torch's message about workers that died, even if it is hidden behind another error, such as one from writing a checkpoint."""
+    """torch's message about workers that died, even if another error hides it, such as one from writing a checkpoint."""
     while error is not None:
         if match := re.match(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)", str(error)):
             return match
@@ -131,8 +131,8 @@ def _words_of_torch(error: BaseException | None) -> re.Match[str] | None:
 class TrainBatches(Sampler[list[Draw]]):
     """An endless stream of batches: every image once per epoch, in a new random order for each epoch.
 
-    With grouping, a batch contains only wide or only tall images, which saves padding; an image may therefore have to wait for its
-    batch until the next epoch.
+    With grouping, a batch contains only wide or only tall images, which saves padding. An image may then have to wait until the
+    next epoch before its batch is full.
 
     Args:
         wide: whether each record is wider than tall; ``None`` for no grouping.
@@ -141,11 +141,11 @@ class TrainBatches(Sampler[list[Draw]]):
         seed: seed of the run.
         rank, world_size: index of this process and number of processes; each process takes its slice of every batch.
         repeats: number of times that an image is drawn in a row, each time with a different epoch number, so that its augmentations
-            differ (repeated augmentation, arXiv 1901.09335, as in DeiT). The total number of images in an epoch stays the same, so
-            they come from only a part of the records.
+            differ (repeated augmentation, arXiv 1901.09335, as in DeiT). The total number of images in an epoch stays the same,
+            so an epoch uses only a part of the records.
 
     Raises:
-        ValueError: no record, fewer than one repeat, or a batch size that is not a multiple of the number of processes.
+        ValueError: there is no record, ``repeats`` is below 1, or the batch size is not a multiple of the number of processes.
     """
 
     def __init__(
@@ -223,7 +223,7 @@ class SampleLoader(DataLoader):
         )
 
     def from_iteration(self, iteration: int) -> "SampleLoader":
-        """Start with the batch of this iteration; ``batches`` must be :class:`TrainBatches`. Returns the loader itself."""
+        """Start with the batch of this iteration, and return the loader itself; ``batches`` must be :class:`TrainBatches`."""
         self.batch_sampler.start = iteration
         return self
 
@@ -231,8 +231,8 @@ class SampleLoader(DataLoader):
         """The batches.
 
         Raises:
-            DeadWorkerError: no worker has finished an image for longer than the data set's ``patience``.
-            RunStoppedError: workers that cannot be started.
+            DeadWorkerError: for longer than the data set's ``patience``, no worker has finished an image.
+            RunStoppedError: the workers cannot be started.
         """
         try:
             _ = self.num_workers and multiprocessing.Lock()  # fails before torch's iterator is half made
@@ -291,7 +291,7 @@ def _begin_worker(worker: int) -> None:
 
 @atexit.register  # registered after multiprocessing's own handler, so called before it
 def _end_workers() -> None:
-    """End workers that an error left behind; multiprocessing would send SIGTERM, which they ignore, and then wait forever."""
+    """End workers that an error left behind. multiprocessing would send SIGTERM, which they ignore, and then wait forever."""
     _kill([child for child in multiprocessing.active_children() if child.daemon])
 
 

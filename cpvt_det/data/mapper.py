@@ -32,10 +32,11 @@ Sample = dict[str, Any]
 
 
 class RandomShortSide(v2.Transform):
-    """Resize to a short side drawn from a list; both sides keep at least one pixel.
+    """Resize an image so that its short side has a length drawn from a list; both sides keep at least one pixel.
 
     Args:
-        sizes: short sides in pixels to draw from, a single one in evaluation; if empty or 0, images are not resized.
+        sizes: lengths of the short side in pixels to draw from, or a single one in evaluation. If empty or 0, images are not
+            resized.
         max_size: limit of the long side in pixels.
     """
 
@@ -61,7 +62,7 @@ class RandomSizeCrop(v2.Transform):
     """Crop to a window of random sides at a random position.
 
     Args:
-        low, high: smallest and largest side in pixels, both included; also limited by the image's own side.
+        low, high: smallest and largest side in pixels, both included. The sides of the image limit them, too.
 
     Raises:
         ValueError: an empty range.
@@ -114,13 +115,14 @@ def train_transform(
     crop_sizes: Sequence[int] = (),
     crop_range: tuple[int, int] = (384, 600),
 ) -> v2.Transform:
-    """DETR's augmentation: flip, then resize; half of the images are instead resized, cropped and resized again.
+    """DETR's augmentation: flip, then resize. Half of the images are resized, cropped and resized again instead of being resized
+    once.
 
     A box is removed if a crop leaves less than a pixel of its width or height. Without a crop, all boxes are kept, however small,
     because evaluation counts them.
 
     Args:
-        sizes, max_size: short sides and limit of the long side for the last resize, as in :class:`RandomShortSide`.
+        sizes, max_size: lengths of the short side and limit of the long side for the last resize, as in :class:`RandomShortSide`.
         flip: whether to mirror half of the images.
         crop_sizes: short sides before the crop in pixels; empty for no crops.
         crop_range: (smallest, largest) side of the crop in pixels, as in :class:`RandomSizeCrop`.
@@ -141,8 +143,8 @@ class Mapper:
         transform: transform of the image or, with ``with_targets``, of (image, boxes, labels).
         with_targets: whether samples get targets, for training.
         augmentations: augmentations applied to training images before ``transform``, in this order.
-        records: images from which augmentations draw those that they mix in.
-        with_pixels: whether samples without targets get ``pixels``, the untransformed image, to be cut into tiles.
+        records: images from which augmentations draw the images that they mix in.
+        with_pixels: whether samples without targets get ``pixels``, the untransformed image, which is later cut into tiles.
     """
 
     def __init__(
@@ -174,8 +176,8 @@ class Mapper:
         """Make the sample of one record, using torch's global random state.
 
         Raises:
-            DataError: an image that cannot be read, or whose size differs from that in the JSON.
-            ConfigError: an augmentation that fails on this image.
+            DataError: the image cannot be read, or its size differs from the size in the JSON.
+            ConfigError: an augmentation fails on this image.
         """
         sample = named(record)
         if not self.with_targets:
@@ -216,7 +218,9 @@ def named(record: ImageRecord) -> Sample:
 
 @contextlib.contextmanager
 def other_generators_seeded() -> Iterator[None]:
-    """Within this block, seed the global generators of numpy and ``random`` from torch's; restore their states afterwards."""
+    """Within this block, seed the global generators of numpy and ``random`` from torch's generator. Afterwards, restore their
+    states.
+    """
     states, seed = (np.random.get_state(), random.getstate()), int(torch.randint(2**32, ()))
     np.random.seed(seed)
     random.seed(seed)
@@ -228,7 +232,7 @@ def other_generators_seeded() -> Iterator[None]:
 
 
 def _read(record: ImageRecord) -> Tensor:
-    """The pixels of a record's image, (3, H, W) uint8, after checking that their size is that of the record."""
+    """The pixels of a record's image, (3, H, W) uint8, after checking that the image has the size that the record states."""
     image = read_image(record.file_name)
     if tuple(image.shape[1:]) != (record.height, record.width):
         raise DataError(

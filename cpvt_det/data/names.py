@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find files by the names that people and tools give them, such as the image that a label file belongs to.
 
-A name is first compared letter by letter, then in each of the other ``FORMS``; the first form that matches a file decides. A match
-in any form but the first is reported.
+A name is first compared letter by letter, then in each of the other ``FORMS``. The first form in which the name matches a file
+decides. A match in any form but the first is reported.
 """
 
 import os
@@ -78,7 +78,7 @@ class Names:
         self._folders: dict[str, Folder] = {}
 
     def find(self, written: str, source: Path, loosely: bool = True) -> Path | None:
-        """The file that an annotation file names, perhaps by its path on another machine; ``None`` if there is no such file.
+        """The file that an annotation file names, perhaps by a path on another machine; ``None`` if there is no such file.
 
         Args:
             written: name or path as it stands in the annotation file, with or without suffix.
@@ -127,12 +127,12 @@ class Names:
     def pair(self, labels: Sequence[Path], written: Mapping[Path, str] = MappingProxyType({})) -> dict[Path, Path]:
         """The file that each label file belongs to, matched by names without suffix; each file is used at most once.
 
-        Folders must agree, too: ``labels/train/1.txt`` belongs to ``images/train/1.jpg``, and never to ``images/val/1.jpg``. Other
-        differences between folders are ignored only if this finds no image for any label file.
+        Folders must agree, too: ``labels/train/1.txt`` belongs to ``images/train/1.jpg``, and never to ``images/val/1.jpg``.
+        Other differences between folders are ignored only if no label file finds an image otherwise.
 
         Args:
             labels: label files.
-            written: label file -> image name that its content gives, which decides between several images.
+            written: label file -> the image name in its content, which decides if several images are possible.
 
         Raises:
             DataError: a label file that could belong to several files.
@@ -159,7 +159,7 @@ class Names:
         return self._indices[number, is_whole]
 
     def _called(self, number: int, name: str, is_stem: bool = False) -> Mapping[Folder, Sequence[str]]:
-        """Files with a given name, in one form: with the name's suffix, without a suffix, or with a different one."""
+        """Files with a given name in one form. The suffix of such a file may be the name's, a different one, or missing."""
         form, (start, suffix) = FORMS[number][1], os.path.splitext(name)
         tried = [(name, not is_stem), (name, is_stem), *([(start, False)] if suffix.lower() in IMAGES else [])]
         return next((groups for one, is_whole in tried if (groups := self._index(number, is_whole).get(form(one)))), {})
@@ -167,7 +167,7 @@ class Names:
     def _nearest(
         self, candidates: Sequence[str], folders: Sequence[str], what: str, source: Path, form: Callable[[str], str]
     ) -> str:
-        """The best of several files with the same name: by matching parent folders, then by split, then by distance."""
+        """The best of several files with the same name, chosen by matching parent folders, then by split, then by distance."""
         split, around = self.listing.split_of(source, with_name=True), set(source.parent.parts)
 
         def rank(path: str) -> tuple[int, bool, int, int]:
@@ -199,9 +199,10 @@ class Names:
         return pairs
 
     def _in_agreement(self, folder: str, groups: Mapping[Folder, Sequence[str]]) -> Ranks:
-        """Files whose folder agrees with that of a label file, and how well it agrees; 0 is best.
+        """Files whose folder agrees with the folder of a label file, and how well the two agree; 0 is best.
 
-        Best is a folder ``labels`` in place of ``images``, as in Ultralytics' layout, followed by the same folder.
+        The best agreement is a folder ``labels`` in place of ``images``, as in Ultralytics' layout. The next best is the same
+        folder.
         """
         own = self._folder(folder)
         if own in groups:

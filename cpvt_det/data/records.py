@@ -85,7 +85,7 @@ class Records(Sequence[ImageRecord]):
 
     @property
     def root(self) -> Path | str:
-        """Folder, tar files or URL of these images, which must all belong to one data set."""
+        """The folder, tar files or URL that these images are in. All images must belong to one data set."""
         ((_, root),) = self.parts
         return root
 
@@ -155,7 +155,9 @@ def join(several: Sequence[Records]) -> Records:
 
 
 def _to_learn(boxes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(A,) of ``BOX`` -> (A,) bool, whether each is to be learned; (G, 4) float32 xyxy and (G,) int64 labels of those that are."""
+    """(A,) of ``BOX`` -> (A,) bool, whether each box is to be learned; and the boxes (G, 4) float32 xyxy and labels (G,) int64 to
+    learn.
+    """
     is_taken = ~boxes["crowd"]
     boxes = boxes[is_taken]
     corners = np.concatenate((boxes["xywh"][:, :2], boxes["xywh"][:, :2] + boxes["xywh"][:, 2:]), axis=1)

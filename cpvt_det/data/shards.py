@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Images in tar files, in the layout of webdataset. They are found by name, so they can be read in the same order as plain files.
 
-``index.npz``, next to the tar files, lists the position of each member; without it, local tar files are searched.
+``index.npz``, next to the tar files, lists the position of each member. If this file is missing, local tar files are searched
+instead.
 """
 
 import hashlib
@@ -54,7 +55,8 @@ class Shards:
         """Open a member for reading.
 
         Raises:
-            DataError: a tar file that ends before the member does; no such member; other errors as for plain files.
+            DataError: the tar file ends before the member does, or there is no such member. Other errors are the same as for
+                plain files.
         """
         key = np.uint64(_key(name))
         row = int(self.keys.searchsorted(key))
@@ -106,7 +108,7 @@ def open_shards(pattern: str) -> Shards:
         pattern: path or URL of a tar file, or of several that are numbered: ``shards/{000000..000011}.tar``.
 
     Raises:
-        DataError: an index that is damaged, or that belongs to other tar files; URLs without an index.
+        DataError: the index is damaged or belongs to other tar files, or the tar files are at URLs and there is no index.
     """
     with _ONE_AT_A_TIME:  # many threads may all ask for the first time
         if pattern not in _OPENED:
@@ -142,7 +144,7 @@ def split_at_shards(path: str) -> tuple[str, str]:
 
 
 def expand(name: str) -> list[str]:
-    """The names that a name with a range stands for: {08..11}.tar is 08.tar, 09.tar, 10.tar and 11.tar."""
+    """The names that a name with a range stands for: {08..11}.tar stands for 08.tar, 09.tar, 10.tar and 11.tar."""
     match = re.fullmatch(r"(.*)\{(\d+)\.\.(\d+)\}(.*)", name)
     if match is None:
         return [name]
@@ -154,7 +156,7 @@ def index_shards(folder: str, names: Sequence[str]) -> Shards:
     """The members of local tar files, found by reading the header of each.
 
     Raises:
-        DataError: a tar file that is damaged; a member that occurs twice.
+        DataError: a tar file is damaged, or a member occurs twice.
     """
     rows = []
     for number, name in enumerate(names):
@@ -174,6 +176,8 @@ def index_shards(folder: str, names: Sequence[str]) -> Shards:
 
 
 def _key(name: str) -> int:
-    """The hash of a name. ``./a.jpg``, as tar may name a file in the folder that it packs, has the hash of ``a.jpg``."""
+    """The hash of a name. ``./a.jpg`` has the same hash as ``a.jpg``, because tar may put ``./`` before the name of a file in the
+    folder that it packs.
+    """
     name = posixpath.normpath(name)
     return int.from_bytes(hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")

@@ -36,8 +36,9 @@ def fetch(url: str, start: int | None = None, end: int | None = None) -> bytes:
 
     Raises:
         FileNotFoundError: no file at the URL.
-        UnreachableError: a server that does not answer, or answers with a temporary error.
-        DataError: a server that refuses the request; a file system that fsspec does not know, or whose package is not installed.
+        UnreachableError: the server does not answer, or answers with a temporary error.
+        DataError: the server refuses the request, fsspec does not know the file system, or the package for the file system is not
+            installed.
     """
     import fsspec
 
@@ -56,8 +57,9 @@ def fetch(url: str, start: int | None = None, end: int | None = None) -> bytes:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Whether a server refused a request for good: because permission is missing, or with a 4xx HTTP status that is not
-    temporary."""
+    """Whether a server refused a request permanently: either permission is missing, or the server sent a 4xx HTTP status that is
+    not temporary.
+    """
     status = getattr(error, "status", None)
     return isinstance(error, PermissionError) or (type(status) is int and 400 <= status < 500 and status not in MAY_PASS)
 
@@ -76,7 +78,7 @@ class Patience:
 
     @property
     def is_over(self) -> bool:
-        """Whether the time is over and nothing at all could be read during it."""
+        """Whether the time is over and nothing at all could be read within that time."""
         return not self._answered and self._ends()
 
     def read(self, read: Callable[[], Value], even_if_missing: bool = False) -> Value:
@@ -84,7 +86,8 @@ class Patience:
 
         Args:
             read: function that reads.
-            even_if_missing: whether to retry if a file is missing, too, because it was there before and its mount may be gone.
+            even_if_missing: whether to retry also if the file is missing. This makes sense for a file that was there before,
+                because its mount may be gone.
 
         Raises:
             UnreachableError: the server or mount did not answer before the time limit.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The images and boxes of a data set as arrays: in memory, or in a file that all processes of a machine share by mapping it.
 
-A Python object per box would take 910 bytes in every process; a row of these arrays takes 53, once per machine.
+A Python object per box would take 910 bytes in every process. A row of these arrays takes 53 bytes, and only once per machine.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ class Table:
         return self.names[start : start + size].tobytes().decode("utf-8", "surrogatepass")
 
     def __reduce__(self) -> tuple:
-        """Let data workers that do not share memory map the file themselves; without a file, they get the arrays."""
+        """Let data workers that do not share memory map the file themselves. If there is no file, they get copies of the arrays."""
         return (Table, (self.images, self.names, self.boxes, self.about)) if self.path is None else (load_table, (self.path,))
 
 

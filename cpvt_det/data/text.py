@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text files as editors and tools write them: one decoder for labels, lists, names, YAML, XML and JSON.
 
-The encoding is that of the byte order mark or, without one, of XML's declaration. All other text is taken to be UTF-8, UTF-16 or
-UTF-32, which are distinguished by their zero bytes, as in JSON's standard.
+The encoding is taken from the byte order mark or, if there is none, from XML's declaration. All other text is assumed to be
+UTF-8, UTF-16 or UTF-32. Its zero bytes show which of the three it is, as in JSON's standard.
 """
 
 import json
@@ -61,7 +61,7 @@ def read_text(path: Path) -> str:
 
 
 def numbered_lines(path: Path) -> list[tuple[int, str]]:
-    """The number, from 1, and the text of each line that is not blank, without surrounding blanks.
+    """The number and the text of each line that is not blank. Lines are counted from 1, and surrounding blanks are removed.
 
     Raises:
         DataError: a file that cannot be read, or whose encoding is not known.

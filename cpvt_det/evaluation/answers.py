@@ -23,8 +23,8 @@ class PostProcessor:
     Args:
         classification: the classification that the model was trained with.
         max_detections: largest number of detections per image.
-        nms: if two detections of a class have an intersection over union above this, the one with the lower score gets the score 0;
-            1 turns NMS off.
+        nms: if two detections of a class have an intersection over union above this threshold, the detection with the lower score
+            gets the score 0. A threshold of 1 turns NMS off.
 
     Attributes:
         outputs: names of the outputs of :meth:`decode`, for exported programs.
@@ -63,8 +63,8 @@ class PostProcessor:
         """The best of the last layer's predictions.
 
         Args:
-            predictions: predictions for B images, with boxes relative to the unpadded image; or the output of an exported
-                program, a tuple, which is already decoded.
+            predictions: predictions for B images, with boxes relative to the unpadded image. The output of an exported program, a
+                tuple, is accepted too; it is already decoded.
 
         Returns:
             Boxes (B, n, 4) float, xyxy in [0, 1], relative to the unpadded image; scores (B, n) float, best first; labels (B, n)
@@ -85,10 +85,11 @@ class PostProcessor:
 
 
 def without_copies(boxes_xyxy: Tensor, scores: Tensor, labels: Tensor, threshold: float) -> Tensor:
-    """Scores of detections, set to 0 where the intersection over union with a better detection of the same class is above a
-    threshold.
+    """Scores of detections. A score becomes 0 if the detection's intersection over union with a better detection of the same
+    class is above a threshold.
 
-    A box whose score was set to 0 suppresses no other box. The loop takes n steps, in exported programs as well; n is small here.
+    A box whose score was set to 0 suppresses no other box. The loop takes n steps, also in exported programs. This is affordable
+    because n is small here.
 
     Args:
         boxes_xyxy: (B, n, 4) float, in any unit.
@@ -115,7 +116,9 @@ class ClassScores:
     outputs = ("scores",)
 
     def decode(self, predictions: ClassLogits | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """(B, K) float scores of the classes, which sum to 1; the output of an exported program, a tuple, already contains them."""
+        """(B, K) float scores of the classes, which sum to 1. The output of an exported program, a tuple, already contains these
+        scores.
+        """
         return predictions if isinstance(predictions, tuple) else (predictions.scores(),)
 
 

@@ -3,8 +3,8 @@
 
 Place in the pipeline: after ``answers.py``, as the last step.
 
-A backend matches detections and objects at ten IoU thresholds; the metrics are computed from its arrays here, in one function for
-all backends, because ``summarize`` of pycocotools returns -1 for AP with any limit other than 100 detections.
+A backend matches detections and objects at ten IoU thresholds. The metrics are computed here from the backend's arrays, in one
+function for all backends, because ``summarize`` of pycocotools returns -1 for AP with any limit other than 100 detections.
 """
 
 import io
@@ -47,11 +47,11 @@ class CocoEvaluator(Evaluator):
         class_ids: category id of each of the K classes in the file.
         class_names: name of each of the K classes.
         backend: "faster_coco_eval", or "pycocotools", which computes the same metrics more slowly.
-        max_detections: how many of the best detections count, per class and image. ``None`` means 100, as in COCO, or all if any
-            image of the ground truth has more than 100 objects of one class.
+        max_detections: how many of the best detections count, per class and image. ``None`` means 100, as in COCO, unless an
+            image of the ground truth has more than 100 objects of one class; then all detections count.
 
     Raises:
-        ValueError: ids and names that differ in number or are not unique, or ground truth with other ids.
+        ValueError: ids and names differ in number or are not unique, or the ground truth has other ids.
         UnknownNameError: a backend that does not exist.
 
     Attributes:
@@ -90,8 +90,8 @@ class CocoEvaluator(Evaluator):
             detections: detections with boxes in pixels of the original image; may be empty.
 
         Raises:
-            ValueError: an image that is unknown or was already added; boxes, scores or labels that differ in number, are not
-                finite or are out of range. NaN scores cannot be sorted, and could give a broken model an AP of 100.
+            ValueError: the image is unknown or was already added, or boxes, scores or labels differ in number, are not finite or
+                are out of range. NaN scores are refused because they cannot be sorted and could give a broken model an AP of 100.
         """
         self.check_new(image_id)
         boxes, scores, labels = _checked_arrays(image_id, detections, len(self.class_ids))
@@ -123,20 +123,21 @@ class CocoEvaluator(Evaluator):
         """Compare the detections with the ground truth.
 
         Returns:
-            ``{"bbox": metrics}`` in percent: "AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100" (the
-            limits of AR follow ``max_detections``; if all detections count, there is also "ARall"), "ARs", "ARm", "ARl" and
-            "AP-<class name>" for each class. A metric is NaN if there is no ground truth for it, and 0 if there is ground truth but
+            ``{"bbox": metrics}`` in percent: "AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "ARs", "ARm",
+            "ARl" and "AP-<class name>" for each class. The limits in the names of AR follow ``max_detections``; if all detections
+            count, there is also "ARall". A metric is NaN if there is no ground truth for it, and 0 if there is ground truth but
             no detection.
         """
         precision, recall = self._match_classes(range(len(self.class_ids)), self._columns())
         return {"bbox": _figures(precision, recall, self.class_names, self._limits)}
 
     def evaluate_together(self) -> dict[str, dict[str, float]]:
-        """The same figures for process 0's detections, with the classes divided among all processes, each of which must call this.
+        """The same metrics for process 0's detections. The classes are divided among all processes, so every process must call
+        this.
 
         Returns:
-            The figures on process 0; an empty dict on the others. If a subclass overrides :meth:`evaluate`, its work is not
-            divided.
+            The metrics on process 0, and an empty dict on the other processes. If a subclass overrides :meth:`evaluate`, the work
+            is not divided.
         """
         if type(self).evaluate is not CocoEvaluator.evaluate:
             return super().evaluate_together()
@@ -168,7 +169,7 @@ class CocoEvaluator(Evaluator):
         return precision[:, :, order], recall[:, order]
 
     def matches(self) -> Matches:
-        """The detections added so far, matched with the objects; the matching is done once for all callers."""
+        """The detections added so far, matched with the objects. The matching is done only once, however often this is called."""
         if self._matched[0] < len(self._found):
             self._matched = len(self._found), Matches(self._ground_truth, *self._columns(), self.max_detections)
         return self._matched[1]
@@ -220,8 +221,8 @@ def _match(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Precision (10 IoUs, 101 recalls, K, 4 areas, limits) and recall (10, K, 4, limits), with classes by ascending id.
 
-    -1 means that there is no ground truth. Objects and detections are given as annotations with ids from 1; the backends modify
-    them.
+    -1 means that there is no ground truth. Objects and detections are given as annotations with ids from 1. The backends modify
+    these annotations.
     """
     coco_class, eval_class = map(resolve_name, BACKENDS[backend])
     sides = []
@@ -261,7 +262,7 @@ def _check_classes(class_ids: Sequence[int], class_names: Sequence[str]) -> None
     """Refuse class ids and names that are not unique, or do not form pairs.
 
     Raises:
-        ValueError: no class, a different number of ids and names, or one that occurs twice.
+        ValueError: there is no class, the numbers of ids and names differ, or an id or a name occurs twice.
     """
     if len(class_ids) == 0 or len(class_ids) != len(class_names):
         raise ValueError(f"expected one name for each class id, got {len(class_ids)} ids and {len(class_names)} names")
@@ -275,8 +276,8 @@ def _checked_arrays(image_id: int, detections: Detections, num_classes: int) -> 
     """Boxes xyxy (n, 4) float64, scores (n,) float64 and labels (n,) int64 of detections that can be evaluated.
 
     Raises:
-        ValueError: tensors of the wrong shape, or labels that are not integers; scores or boxes that are not finite, a label
-            outside [0, K), or a box that is not xyxy.
+        ValueError: a tensor has the wrong shape, labels are not integers or not in [0, K), scores or boxes are not finite, or a
+            box is not xyxy.
     """
     where = f"the detections of image id {image_id!r}"
     boxes, scores, labels = detections.boxes_xyxy, detections.scores, detections.labels

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of an evaluator: it takes a model's answers image by image, and returns figures."""
+"""The contract of an evaluator, which takes a model's answers image by image and returns metrics."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
@@ -10,10 +10,10 @@ from cpvt_det.evaluation.thresholds import Thresholds
 
 
 class Evaluator(ABC):
-    """Collects the answers image by image, then computes figures.
+    """Collects the answers image by image, then computes metrics.
 
-    Images that are never added count as images without an answer. Every process of a distributed evaluation fills its own
-    evaluator; one evaluator merges the ``state`` of the others.
+    Images that are never added count as images without an answer. In a distributed evaluation, every process fills its own
+    evaluator, and one evaluator then merges the ``state`` of all others.
 
     Args:
         image_ids: ids of the images of the test set.
@@ -29,11 +29,12 @@ class Evaluator(ABC):
 
     @abstractmethod
     def evaluate(self) -> dict[str, dict[str, float]]:
-        """The figures by group, such as ``{"bbox": {"AP": ...}}``."""
+        """The metrics by group, such as ``{"bbox": {"AP": ...}}``."""
 
     def evaluate_together(self) -> dict[str, dict[str, float]]:
-        """The same figures in process 0, which has all answers; an empty dict in the others. All processes must call this, and may
-        share the work."""
+        """The same metrics in process 0, which has all answers; an empty dict in the other processes. All processes must call
+        this, so that they can share the work.
+        """
         return self.evaluate() if distributed.rank() == 0 else {}
 
     def thresholds(self) -> Thresholds | None:
@@ -41,7 +42,7 @@ class Evaluator(ABC):
         return None
 
     def state(self) -> dict[int, Any]:
-        """The answers added so far, by image id; can be sent to another process."""
+        """The answers added so far, by image id, in a form that can be sent to another process."""
         return dict(self._found)
 
     def merge(self, state: Mapping[int, Any]) -> None:

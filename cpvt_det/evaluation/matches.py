@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Objects and detections of a test set as arrays, and their matches: the basis of thresholds, curves, confusion and report.
 
-AP itself is computed by the libraries of ``evaluation/coco.py``. They do not all return their matches, so their matching rule is
-implemented again here.
+AP itself is computed by the libraries that ``evaluation/coco.py`` calls. Not all of these libraries return their matches, so
+their matching rule is implemented again here.
 """
 
 from collections.abc import Sequence
@@ -73,12 +73,12 @@ def ground_truth_of(source: Records | dict[str, Any], class_ids: Sequence[int]) 
     """The ground truth in a data set's records, or in a COCO dict.
 
     Args:
-        source: records; or a dict with ``images``, ``annotations`` and ``categories``. A missing ``iscrowd`` means no crowd, a
-            missing ``area`` the area of the box.
+        source: records, or a dict with ``images``, ``annotations`` and ``categories``. If ``iscrowd`` is missing, the object is
+            not a crowd; if ``area`` is missing, the area is that of the box.
         class_ids: category id of each label.
 
     Raises:
-        ValueError: images without distinct integer ids; an annotation of an unknown image or category.
+        ValueError: the images do not have distinct integer ids, or an annotation belongs to an unknown image or category.
     """
     if isinstance(source, Records):
         return GroundTruth(source.image_ids, *source.boxes())
@@ -106,13 +106,13 @@ def ground_truth_of(source: Records | dict[str, Any], class_ids: Sequence[int]) 
 class Matches:
     """The objects and the detections of a test set, image by image, and the object matched to each detection.
 
-    Detections are matched in order of descending score, so a detection does not affect those with higher scores. To apply a score
-    threshold, it is therefore enough to leave out the matches of the detections below it.
+    Detections are matched in order of descending score, so a detection does not affect detections with higher scores. To apply a
+    score threshold, it is therefore enough to leave out the matches of the detections below the threshold.
 
     Args:
         truth: images and their objects.
-        image_ids, labels, boxes, scores: arrays with all detections: (n,) int64; (n,) int64 in [0, K); (n, 4) float64, xywh in
-            pixels; (n,) float64.
+        image_ids, labels, boxes, scores: arrays with all detections. Their shapes and dtypes are, in this order: (n,) int64; (n,)
+            int64 in [0, K); (n, 4) float64, xywh in pixels; (n,) float64.
         counted: how many of the best detections count per class and image; ``None`` for all.
 
     Attributes:
@@ -161,7 +161,7 @@ class Matches:
 
     @cached_property
     def any_class(self) -> np.ndarray:
-        """(n,) int64: the same for objects of any class and for all detections, as in the confusion matrix."""
+        """(n,) int64: like :meth:`same_class`, but with objects of any class and for all detections, as in the confusion matrix."""
         return self._match(same_class=False)
 
     @cached_property
@@ -199,8 +199,8 @@ class Matches:
             threshold: lowest score of the detections that count.
 
         Returns:
-            (K + 1, K + 1) int64 array: rows are the true classes, columns the detected ones. The last column counts missed objects,
-            the last row detections without an object.
+            (K + 1, K + 1) int64 array: rows are the true classes, and columns are the detected classes. The last column counts
+            missed objects, and the last row counts detections without an object.
         """
         counts = np.zeros((num_classes + 1, num_classes + 1), dtype=np.int64)
         taken = (self.scores >= threshold) & (self.any_class != IGNORED)
@@ -212,7 +212,8 @@ class Matches:
         return counts
 
     def mistakes(self, threshold: float) -> np.ndarray:
-        """(N, 2) int64, counts by image: objects without a detection of their class, and detections without an object of theirs.
+        """(N, 2) int64, two counts for each image: objects without a detection of the same class, and detections without an
+        object of the same class.
 
         Args:
             threshold: lowest score of the detections that count.
@@ -223,7 +224,7 @@ class Matches:
         return np.stack([np.bincount(which, minlength=len(self.image_ids)) for which in images], axis=1)
 
     def worst(self, threshold: float, most: int) -> list[int]:
-        """Indices of the images with the most :meth:`mistakes`, at least one each; ties are sorted by id."""
+        """Indices of the images with the most :meth:`mistakes`; ties are sorted by id. Images without a mistake are left out."""
         total = self.mistakes(threshold).sum(axis=1)
         return [index for index in np.argsort(-total, kind="stable")[:most].tolist() if total[index]]
 
@@ -231,8 +232,8 @@ class Matches:
 def _pair(ious: np.ndarray, crowd: np.ndarray) -> np.ndarray:
     """(n,) int64: index of the object of each detection of an image, ``NOTHING`` or ``IGNORED``, from their (n, G) overlaps.
 
-    By descending score, each detection is matched to the free object with the largest IoU, if that is at least ``IOU``; otherwise
-    to a crowd, to which any number of detections may be matched.
+    In order of descending score, each detection is matched to the free object with the largest IoU, if this IoU is at least
+    ``IOU``. Otherwise, it is matched to a crowd, to which any number of detections may be matched.
 
     Source: pycocotools ``cocoeval.py``, ``evaluateImg``.
     """

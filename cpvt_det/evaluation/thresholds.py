@@ -16,7 +16,7 @@ RECALLS = np.linspace(0, 1, 101)
 
 @dataclass(frozen=True)
 class OperatingPoint:
-    """A score threshold with its precision and recall: detections with this score or a higher one count."""
+    """A score threshold with its precision and recall. Detections whose score is at least the threshold count."""
 
     threshold: float
     precision: float
@@ -30,7 +30,7 @@ class OperatingPoint:
 
 @dataclass
 class Curve:
-    """Detections by descending score, each right or wrong; those in crowds are left out.
+    """Detections by descending score, each right or wrong. Detections in crowds are left out.
 
     Attributes:
         num_objects: number of objects, without crowds.
@@ -53,7 +53,8 @@ class Curve:
         return np.cumsum(self.right) / (self.num_objects or math.nan)
 
     def average_precision(self) -> float:
-        """COCO's average precision: mean over 101 recalls of the best precision at that recall or above; NaN without objects.
+        """COCO's average precision: for each of 101 recalls, take the best precision at this recall or a higher one, then
+        average; NaN without objects.
 
         Source: pycocotools ``cocoeval.py``, ``accumulate``.
         """
@@ -64,7 +65,9 @@ class Curve:
         return float(np.append(envelope, np.zeros(1))[indices].mean())
 
     def best(self) -> OperatingPoint | None:
-        """The point with the best F1, at the highest threshold if several are equal; ``None`` if no detection is right."""
+        """The point with the best F1. If several points have it, this is the one with the highest threshold. ``None`` if no
+        detection is right.
+        """
         if not self.num_objects or not self.right.any():
             return None
         ends = np.flatnonzero(np.append(self.scores[1:] != self.scores[:-1], True))  # equal scores pass a threshold together
@@ -82,7 +85,8 @@ def pooled_curve(curves: Sequence[Curve]) -> Curve:
 
 @dataclass(frozen=True)
 class Thresholds:
-    """The thresholds with the highest F1 on the first test set, at IoU 0.5; detections with this score or a higher one count.
+    """The thresholds with the highest F1 on the first test set, at IoU 0.5. Detections whose score is at least the threshold
+    count.
 
     Attributes:
         overall: threshold of all classes together; ``None`` if no detection is right.
@@ -112,7 +116,7 @@ class Thresholds:
         return cls(state["overall"], tuple(classes))
 
     def describe(self, names: tuple[str, ...], most: int = 10) -> str:
-        """One line: the overall threshold, and those of the first classes."""
+        """One line of text with the overall threshold and the thresholds of the first classes."""
         if self.overall is None:
             return "none, because no detection is correct"
         shown = [f"{name} {_text(value)}" for name, value in zip(names[:most], self.classes, strict=False)]

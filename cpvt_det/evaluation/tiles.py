@@ -49,9 +49,10 @@ class Tiling:
         size: side of a tile in pixels, at least 32; an image that fits into one tile is not cut.
         overlap: smallest fraction of a tile's side that neighbouring tiles share, from 0 to below 1. An object no larger than the
             shared part is completely inside one of them.
-        merge: measure of overlap that decides whether two detections are the same object. ``nms``: intersection over union;
-            ``ios``: the same, but intersection over the smaller box if one of the two is cut by its tile.
-        whole: whether to detect objects in the whole image as well, to find those that are larger than a tile.
+        merge: measure of overlap that decides whether two detections are the same object. ``nms`` takes the intersection over
+            union. ``ios`` does so too, unless one of the two boxes is cut by its tile; then it takes the intersection over the
+            smaller box.
+        whole: whether to detect objects in the whole image as well, to find objects that are larger than a tile.
 
     Raises:
         ValueError: a size that is not a whole number or is below 32, or an overlap outside [0, 1).
@@ -72,15 +73,18 @@ class Tiling:
             raise UnknownNameError("way to merge tiles", self.merge, MERGES)
 
     def windows(self, height: int, width: int) -> list[Window]:
-        """The parts of an image to detect objects in, the whole image first if it is among them; together they cover it."""
+        """The parts of an image to detect objects in; together they cover the image. If the whole image is one of them, it comes
+        first.
+        """
         rows, columns = (_starts(extent, self.size, self.overlap) for extent in (height, width))
         tiles = [Window(y, x, min(self.size, height), min(self.size, width)) for y in rows for x in columns]
         return tiles if len(tiles) == 1 or not self.whole else [Window(0, 0, height, width), *tiles]
 
 
 def _starts(extent: int, size: int, overlap: float) -> list[int]:
-    """Start of each tile along one side: the fewest tiles that the overlap allows, evenly spaced, with the last one ending where
-    the image ends."""
+    """Start of each tile along one side. There are as few tiles as the overlap allows; they are evenly spaced, and the last one
+    ends where the image ends.
+    """
     if extent <= size:
         return [0]
     step = max(1, math.floor(size * (1 - overlap) + 1e-6))  # 100 * (1 - 0.9) is 9.999999999999998
@@ -107,7 +111,7 @@ def detect_tiles(
         batch_size: number of windows per batch.
 
     Returns:
-        Detections of each image in its pixels, best first, at most the number that the post-processing allows.
+        Detections of each image, in pixels of the image, best first; at most as many as the post-processing allows.
     """
     windows = [tiling.windows(sample["height"], sample["width"]) for sample in samples]
     jobs = [(sample, window) for sample, parts in zip(samples, windows, strict=True) for window in parts]
@@ -136,7 +140,8 @@ def merge_windows(
 
     Detections are visited in order of descending score, where the scores of cut objects are halved. A detection is kept unless it
     shows the same object as an earlier one of its class from another window. Detections of one window never suppress each other,
-    because a DETR predicts different objects. SAHI suppresses these as well, and replaces boxes that it merges by their union.
+    because a DETR predicts each object only once. SAHI lets them suppress each other, too, and it replaces merged boxes by their
+    union.
 
     Args:
         found: detections of each window, on the CPU, boxes in pixels of the window.
@@ -146,7 +151,7 @@ def merge_windows(
         max_detections: largest number of detections.
 
     Returns:
-        Detections in pixels of the image, best first; at equal scores, the first window's come first.
+        Detections in pixels of the image, best first. If scores are equal, detections of earlier windows come first.
     """
     if len(windows) == 1:
         return found[0]

@@ -48,8 +48,8 @@ class ClassEvaluator(Evaluator):
             scores: (K,) float.
 
         Raises:
-            ValueError: an image that is unknown or was already added; a wrong number of scores, or scores that are not finite,
-                because NaN cannot be sorted.
+            ValueError: the image is unknown or was already added, the number of scores is wrong, or scores are not finite (NaN
+                cannot be sorted).
         """
         self.check_new(image_id)
         if scores.shape != (len(self.names),) or not scores.isfinite().all():
@@ -64,7 +64,7 @@ class ClassEvaluator(Evaluator):
         """Compare the answers with the classes.
 
         Returns:
-            ``{"classes": figures}`` in percent: ``top1``, ``top1_class_mean`` (the mean of ``top1`` over the classes), ``top5``,
+            ``{"classes": metrics}`` in percent: ``top1``, ``top1_class_mean`` (the mean of ``top1`` over the classes), ``top5``,
             and ``top1-<class name>`` for each class, NaN for a class without images.
         """
         labels = np.array([*self._labels.values()])
@@ -78,14 +78,16 @@ class ClassEvaluator(Evaluator):
         return {"classes": figures}
 
     def confusion(self) -> np.ndarray:
-        """(K, K) int64: number of images by true class (rows) and predicted class (columns), without images never added."""
+        """(K, K) int64: number of images by true class (rows) and predicted class (columns). Images that were never added are
+        left out.
+        """
         counts = np.zeros((len(self.names), len(self.names)), dtype=np.int64)
         for image_id, (best, _) in self._found.items():
             counts[self._labels[image_id], best[0]] += 1
         return counts
 
     def answers(self) -> list[dict[str, Any]]:
-        """For each image, in the order of the test set: id, file, class, and the names and scores of the best classes."""
+        """The id, file and class of each image, and the names and scores of the best classes, in the order of the test set."""
         names, rows = self.names, []
         for image_id in self._labels:
             best, scores = self._found.get(image_id, ([], []))
@@ -96,7 +98,9 @@ class ClassEvaluator(Evaluator):
 
 
 def format_accuracies(results: Mapping[str, Mapping[str, float]]) -> str:
-    """The figures of :meth:`ClassEvaluator.evaluate` as text; of many classes, only those with the lowest accuracies are shown."""
+    """The metrics of :meth:`ClassEvaluator.evaluate` as text. If there are many classes, only the classes with the lowest
+    accuracies are shown.
+    """
     figures = results["classes"]
     classes = [(name.partition("-")[2], value) for name, value in figures.items() if name.startswith("top1-")]
     several = [name for name in figures if not name.startswith("top1-")]

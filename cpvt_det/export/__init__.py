@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Export a trained detector as torch operators or as ONNX, to run without this package, and compare the two."""
+"""Export a trained detector to a file that runs without this package, and compare its outputs with the detector's."""

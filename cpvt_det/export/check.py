@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare an exported program with its detector, on canvas and batch sizes other than the traced ones."""
+"""Compare an exported program with the detector that it was made from, on canvas and batch sizes other than the traced ones."""
 
 import math
 import time
@@ -100,10 +100,10 @@ def compare(detector: ImageModel, postprocess: PostProcessor | ClassScores, run:
 def difference(found: Detections, expected: Detections, nms: float = 1.0) -> tuple[float, float]:
     """The largest difference of boxes and of scores.
 
-    Scores are compared by rank. Boxes are compared in one-to-one pairs of the same label, chosen for the smallest differences in
-    box and score, because the order of detections with equal scores is not defined. With NMS, rounding may move an overlap across
-    the NMS threshold, which must not count as a difference. So with NMS, only the best score and the remaining boxes are compared,
-    and the suppressed detections must be exactly the copies among the found boxes.
+    Scores are compared by rank. Boxes are compared in one-to-one pairs of the same label. The pairs are chosen for the smallest
+    differences in box and score, because the order of detections with equal scores is not defined. With NMS, rounding may move an
+    overlap across the NMS threshold, and this must not count as a difference. So with NMS, only the best score and the boxes that
+    were kept are compared. In addition, the suppressed detections must be exactly the found boxes that are copies of kept ones.
 
     Args:
         found: n detections, best first; with NMS, copies have the score 0.
@@ -111,8 +111,9 @@ def difference(found: Detections, expected: Detections, nms: float = 1.0) -> tup
         nms: NMS threshold of the post-processor.
 
     Returns:
-        The difference of boxes, in their unit, and of scores; infinite if a number is not finite, a label occurs more often than
-        expected, a copy was not suppressed, or a detection that is not a copy was suppressed.
+        The difference of boxes, in the unit of the boxes, and the difference of scores. Both are infinite if a number is not
+        finite, a label occurs more often than expected, a copy was not suppressed, or a detection that is not a copy was
+        suppressed.
     """
     kept = (found.scores != 0) | (nms == 1)
     if nms < 1 and not _copies_are(~kept, found, nms):
@@ -132,7 +133,8 @@ def difference(found: Detections, expected: Detections, nms: float = 1.0) -> tup
 
 
 def _copies_are(copies: Tensor, found: Detections, nms: float) -> bool:
-    """Whether each detection in ``copies`` (n,) bool overlaps another one of its class above ``nms``, and no two others do."""
+    """Whether each detection marked in ``copies`` (n,) bool overlaps an unmarked one of the same class by more than ``nms``, and no
+    two unmarked ones overlap by as much."""
     overlap = intersection_over_union(found.boxes_xyxy[:, None].float(), found.boxes_xyxy[None].float())
     overlap = overlap.masked_fill(found.labels[:, None] != found.labels, 0).fill_diagonal_(0)
     of_copies, of_others = overlap[copies][:, ~copies], overlap[~copies][:, ~copies]

@@ -76,8 +76,9 @@ class ExportModule(nn.Module):
 def prepare(detector: ImageModel, sampling: str = "gather") -> ImageModel:
     """Make a copy of a detector for inference only.
 
-    Batch norms of PEG and of the hybrid encoder are merged into their convolutions, and so are the two branches of the encoder's
-    blocks. Group norm depends on the input and stays. TensorFlow's padding in some timm networks becomes constant.
+    Batch norms of PEG and of the hybrid encoder are merged into their convolutions, and the two branches of each block of the
+    encoder are merged into one convolution. Group norms stay, because they depend on the input. The TensorFlow-style padding of
+    some timm networks becomes constant.
 
     Args:
         detector: the detector to copy; not changed.

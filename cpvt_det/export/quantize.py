@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Convert convolutions and linear layers of a float32 file to int8, by onnxruntime's quantization or NNCF.
 
-Attention, norms, sampling, boxes and scores stay in float32. So do depthwise convolutions such as PEG's, because they need few
-multiplications and their channels have different ranges. ``docs/export.md`` states the AP of int8 files made this way.
+Attention, norms, sampling, boxes and scores stay in float32. Depthwise convolutions such as PEG's stay in float32 too, because they
+need few multiplications and their channels have different ranges. ``docs/export.md`` states the AP of int8 files made this way.
 """
 
 import contextlib
@@ -95,8 +95,8 @@ def _quantize_onnx(path: Path, target: Path, feeds: Iterator[Feed]) -> None:
 
 
 def _kept(graph: Any) -> list[str]:
-    """Names of operators that stay in float32: depthwise convolutions, and products with constants other than matrices, such as
-    attention keys that are computed from constant queries."""
+    """Names of operators that stay in float32: depthwise convolutions, and products with a constant that is not a matrix. Attention
+    keys that are computed from constant queries are such a constant."""
     shapes = {weight.name: weight.dims for weight in graph.initializer}
     names = []
     for node in graph.node:
@@ -123,5 +123,5 @@ def _quantize_openvino(path: Path, target: Path, feeds: Iterator[Feed]) -> None:
 
 
 def _is_weight(value: Any) -> bool:
-    """Whether a value is a constant matrix, unlike the vector with which D-FINE multiplies its distributions."""
+    """Whether a value is a constant matrix. The vector by which D-FINE multiplies its distributions is not."""
     return value.get_node().get_type_name() == "Constant" and len(value.get_shape()) == 2

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faster classes that replace the plain ones of a built model; parameters, names and, up to rounding, results stay the same.
+"""Faster classes that replace the plain classes of a built model. Parameters and names stay the same, and results stay the same
+up to rounding.
 
 Models are plain torch. The builders call :func:`accelerate`, which replaces a model's classes with those of this package. At each
-call, ``ops/routes.py`` decides whether the faster computation pays on this processor; if not, the class computes as the plain one
-does. With ``CPVT_DET_WITHOUT=all`` in the environment, models stay plain.
+call, ``ops/routes.py`` decides whether the faster computation pays off on this processor. If not, the faster class computes what
+the plain class does. With ``CPVT_DET_WITHOUT=all`` in the environment, models stay plain.
 """
 
 from torch import nn
@@ -68,7 +69,8 @@ def accelerate(model: nn.Module) -> nn.Module:
     """Replace the classes of a model's parts with faster ones, in place.
 
     Args:
-        model: one of our models. Third-party parts, such as timm's, and user-defined ones are left alone, with everything in them.
+        model: one of our models. Third-party parts, such as timm's, and user-defined parts are left unchanged, with everything in
+            them.
 
     Returns:
         The model.

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Convolutions by the method that is fastest on a CPU. A norm with fixed statistics is folded into the weight.
 
-On one thread, torch passes 1x1 convolutions to MKL, unless they are strided or dilated. oneDNN is faster, most of all on AMD
-processors with AVX-512. So 1x1 convolutions are given a dilation here, which has no effect on a kernel of one cell.
+On one thread, torch passes 1x1 convolutions to MKL, unless they are strided or dilated. oneDNN is faster than MKL, most of all on
+AMD processors with AVX-512. So 1x1 convolutions are given a dilation here, which makes torch use oneDNN and does not change the
+result of a kernel of one cell.
 """
 
 from collections.abc import Sequence
@@ -32,8 +33,10 @@ class FastConv2d(nn.Conv2d):
 
 
 def can_fold(convolution: nn.Module, norm: nn.Module, x: Tensor) -> bool:
-    """Whether the norm after a convolution of ``x`` can be folded into it: the convolution computes exactly what torch's does, the
-    norm has fixed statistics, and neither has hooks. Traced programs keep their batch norms."""
+    """Whether the norm after a convolution of ``x`` can be folded into the convolution. This requires that the convolution
+    computes exactly what torch's does, that the norm has fixed statistics, and that neither has hooks. Traced programs keep their
+    batch norms.
+    """
     is_torch_s = type(convolution) in (nn.Conv2d, FastConv2d) and convolution.padding_mode == "zeros"
     is_batch_norm = isinstance(norm, MaskedBatchNorm2d) and not norm.training and routes.is_plain(x)
     is_fixed = type(norm) is FrozenBatchNorm2d or is_batch_norm
@@ -56,8 +59,9 @@ class FastRepVGGBlock(RepVGGBlock):
     """A block that is a single 3x3 convolution in evaluation, with the 1x1 convolution and both norms folded into it."""
 
     def forward(self, x: Tensor, valid: Tensor | None) -> Tensor:
-        """(B, C, H, W) -> the same. Only outputs of padded cells may differ from those of the plain block, in which only the 1x1
-        convolution sees the values under the padding."""
+        """(B, C, H, W) -> the same. Outputs may differ from the plain block's only in padded cells, because in the plain block
+        the 1x1 convolution sees the values under the padding.
+        """
         branches = [] if self.conv2 is None else [self.conv1, self.conv2]
         if not (branches and all(can_fold(branch.conv, branch.norm, x) for branch in branches)):
             return super().forward(x, valid)
@@ -66,7 +70,8 @@ class FastRepVGGBlock(RepVGGBlock):
 
 
 def convolve(convolution: nn.Conv2d, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``convolution(x)`` with the given weight and bias: its own, or those with the next norm folded in. Both get gradients.
+    """``convolution(x)`` with the given weight and bias, which are the convolution's own or have the next norm folded in. Weight
+    and bias get gradients.
 
     Args:
         convolution: convolution that pads with zeros.

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dropout in less than half of torch's time on a CPU: our own kernel draws the numbers, from a seed that torch's generator gives.
+"""Dropout that takes less than half of torch's time on a CPU. Our own kernel draws the random numbers, from a seed that torch's
+generator gives.
 
 On other devices, in compiled and exported programs, and without numba, torch's dropout is used.
 """
@@ -26,7 +27,7 @@ def dropout(x: Tensor, probability: float, training: bool = True, rectify: bool 
         x: float, of any shape.
         probability: probability that an element becomes 0.
         training: whether to drop elements at all.
-        rectify: whether to apply the ReLU first; the backward pass then stores only the output.
+        rectify: whether to apply the ReLU first. Only the output is then stored for the backward pass.
     """
     if training and _is_own(x, probability):
         return _KernelDropout.apply(x, probability, int(torch.randint(1 << 62, ())), rectify)
@@ -48,7 +49,9 @@ class FastDropout(nn.Dropout):
 
 
 class _KernelDropout(torch.autograd.Function):
-    """:func:`dropout` by the kernel. The backward pass draws the same bits again or, after a ReLU, uses the output as the mask."""
+    """:func:`dropout` by the kernel. The backward pass draws the same bits again. After a ReLU, it uses the output as the mask
+    instead.
+    """
 
     @staticmethod
     def forward(ctx, x, probability, seed, rectify):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dropout's CPU kernel: its random bits depend on a seed and an element's position, so no mask is stored for the backward pass.
+"""Dropout's CPU kernel. Its random bits depend only on a seed and an element's position, so no mask need be stored for the
+backward pass.
 
 The bits come from Philox-4x32 with seven rounds, which passes every test of BigCrush (Salmon et al., Parallel random numbers: as
 easy as 1, 2, 3, 2011). Sixteen bits decide on each element, so probabilities are rounded to multiples of 2^-16.
@@ -22,8 +23,9 @@ LOW, HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 @Kernel
 def _drop(x, out, threshold, scale, floor, key, start, stop):
-    """Blocks ``start`` to ``stop``: out = scale * x, or 0 where the element's bits are below the threshold or x is not above the
-    floor. A floor of NaN means no floor. NaN in x that is not dropped stays NaN."""
+    """Compute blocks ``start`` to ``stop``: out = scale * x, or 0 where the element's bits are below the threshold or x is not
+    above the floor. A floor of NaN means no floor. A NaN in x stays NaN unless it is dropped.
+    """
     zero = scale - scale
     words = np.empty((4, LANES), np.uint32)
     bits = words.reshape(-1).view(np.uint16)

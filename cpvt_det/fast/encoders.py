@@ -34,14 +34,15 @@ def packing_for(
 ) -> Packing | None:
     """The packing of a batch's tokens for an encoder; ``None`` if the encoder should compute all tokens.
 
-    It should if packing is switched off, if little is padded, if the encoding looks at padded tokens or acts inside layers, if an
-    image may skip a part of a layer, if a layer is not from this package, or if it has a hook, which expects the whole batch.
+    All tokens are computed if packing is switched off, if there is little padding, or if the encoding looks at padded tokens or
+    acts inside layers. They are also computed if an image may skip a part of a layer, or if a layer is not from this package or
+    has a hook, because hooks expect the whole batch.
 
     Args:
         encoder: the encoder.
         own: types of a layer and of its attention that accept a packing.
         tokens: (B, N, C) float.
-        padding_mask: (B, N) bool, True = padded; ``None``: nothing is padded.
+        padding_mask: (B, N) bool, True = padded; ``None`` if nothing is padded.
         position: the encoding that acts on the tokens.
     """
     if padding_mask is None or not routes.is_plain(tokens) or not routes.is_on("packing"):
@@ -62,7 +63,7 @@ class PackedEncoding:
     """A position encoding for packed tokens, with the methods that an encoder calls.
 
     Attributes:
-        position: the encoding, which sees the whole batch.
+        position: the encoding; it gets the tokens of the whole batch.
         packing: positions of the valid tokens in the batch.
         padding_mask: (B, N) bool, True = padded.
     """

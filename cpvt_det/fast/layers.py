@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention and transformer layers with the kernels of this package; for a packed batch they compute only the valid tokens."""
+"""Attention and transformer layers that use the kernels of this package. For a packed batch, they compute only the valid tokens."""
 
 import math
 from dataclasses import dataclass
@@ -21,7 +21,9 @@ from cpvt_det.ops.deformable_attention import ms_deform_attn
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0) -> Tensor:
-    """``F.scaled_dot_product_attention``. With dropout on a CPU it runs step by step, as in torch, but with our faster dropout."""
+    """``F.scaled_dot_product_attention``. On a CPU with dropout, its steps are computed one by one, as in torch, but with our
+    faster dropout.
+    """
     if not dropout_p or not routes.is_plain(q):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, dropout_p=dropout_p)
     scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)

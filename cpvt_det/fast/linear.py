@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers that use the faster of torch's two libraries for matrix products on a CPU.
 
-torch gives float32 products to MKL and convolutions to oneDNN. On AMD processors, MKL uses only AVX2; oneDNN also uses AVX-512, and
-is about twice as fast. So on such processors a product is written as a 1x1 convolution.
+torch passes float32 matrix products to MKL, and convolutions to oneDNN. On AMD processors, MKL uses only AVX2, whereas oneDNN
+also uses AVX-512 and is about twice as fast. So on such processors, a product is written as a 1x1 convolution.
 """
 
 import torch.nn.functional as F

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The valid tokens of a padded batch, packed into one row for all images.
 
-An encoder's layers process every token separately, except in attention, and attention ignores padded tokens. So the valid tokens do
-not depend on the padded ones, which need not be computed.
+An encoder's layers process every token separately, except in attention, and attention ignores padded tokens. So the valid tokens
+do not depend on the padded tokens, which therefore need not be computed.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A ResNet with fixed norms folded into its convolutions, and with a separate canvas for each image of a padded batch.
 
-If a backbone keeps the padding at zero, an image's features are the same, up to rounding, on a canvas of its own size. So the rest
+If a backbone keeps the padding at zero, an image has the same features, up to rounding, on a canvas of its own size. So the rest
 of the batch's canvas need not be computed.
 """
 
@@ -89,7 +89,9 @@ class FastMaskedOps(MaskedOps):
 
     @functools.cached_property
     def sizes(self) -> list[Size] | None:
-        """(height, width) of each image in pixels; ``None`` if nothing is masked, or if the unmasked part is not a rectangle."""
+        """(height, width) of each image in pixels. ``None`` if nothing is masked, or if the unmasked part of an image is not a
+        rectangle.
+        """
         return None if self.padding_mask is None else valid_sizes(self.padding_mask)
 
     def rectify(self, x: Tensor, stride: int) -> Tensor:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""3x3 convolutions on a CPU with 4 of every 9 multiplications, by Winograd's minimal filtering.
+"""3x3 convolutions on a CPU by Winograd's minimal filtering, which needs only 4 of every 9 multiplications.
 
-A tile of 2 x 2 outputs takes 16 products per pair of channels instead of 36. A block of tiles takes 16 matrix products, with cheap
-sums before and after them. In float32 the error is between half and twice that of a direct convolution, depending on the kernel
-used there. Larger tiles would save more multiplications, but lose precision.
+A tile of 2 x 2 outputs takes 16 products per pair of channels instead of 36. A block of tiles takes 16 matrix products, with
+cheap sums before and after them. In float32, the error is between half and twice the error of a direct convolution, depending on
+the kernel that computes the direct convolution. Larger tiles would save more multiplications, but lose precision.
 
 Source: arXiv 1509.09308, section 4.1, F(2x2, 3x3).
 """
@@ -26,7 +26,9 @@ its speed is closer to that of matrix products than with AVX2."""
 
 
 def is_for(x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int) -> bool:
-    """Whether a convolution of ``x`` has the right form and size for this method; the caller checks that its route is on."""
+    """Whether a convolution of ``x`` has the right form and size for this method. The caller checks that the route is switched
+    on.
+    """
     is_fit = weight.shape[2:] == (3, 3) and (stride, padding, dilation, groups) == ((1, 1), (1, 1), (1, 1), 1)
     is_whole = x.dim() == 4 and x.shape[1] == weight.shape[1] and x.dtype == weight.dtype  # otherwise torch reports what is wrong
     if not (is_fit and is_whole):

@@ -2,9 +2,9 @@
 """The CPU kernels around the products of ``fast/winograd.py``: transforms of maps, filters and gradients to Winograd's domain and
 back.
 
-A map is (B, H, W * C), channels last. A row of tiles covers two rows of the map, and a tile covers two by two cells. In tiles and
-filters, the 16 numbers of the domain come first: (16, tiles, C) and (16, C', C). Loops run along channels or whole rows, and each
-writes one array, so that the compiler can vectorise them.
+A map is (B, H, W * C), channels last. A row of tiles covers two rows of the map, and a tile covers two by two cells. Tiles are
+(16, tiles, C) and filters are (16, C', C), where the first dimension holds the 16 numbers of Winograd's domain. Each loop runs
+along channels or whole rows and writes only one array, so that the compiler can vectorise it.
 """
 
 import functools

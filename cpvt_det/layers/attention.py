@@ -19,7 +19,7 @@ returns them rotated, with a bias to add to the attention scores."""
 
 
 class Attention(nn.Module):
-    """Multi-head attention that projects an input shared by queries, keys or values in a single matrix product.
+    """Multi-head attention. If queries, keys or values share an input, their projections are computed in a single matrix product.
 
     Parameters have the names, shapes and initial values of ``nn.MultiheadAttention``, so official state dicts can be loaded.
 
@@ -66,13 +66,14 @@ class Attention(nn.Module):
             padding_mask: (B, N) bool, True = padded; no query attends to a padded key. Every image needs at least one valid key.
             attention_mask: float, of a shape that broadcasts to (B, M, Q, N), added to the scores; -inf hides a key from a query.
                 Every query needs at least one visible key.
-            place: a position encoding's function; the bias that it returns replaces ``attention_mask``.
+            place: function of a position encoding. The bias that it returns replaces ``attention_mask``.
 
         Returns:
             (B, Q, C).
 
         Raises:
-            TypeError: an attention mask that is not float; a bool mask could have two opposite meanings.
+            TypeError: the attention mask is not float. A bool mask is refused because True could mean either of two opposite
+                things.
         """
         if attention_mask is not None and not attention_mask.is_floating_point():
             raise TypeError(f"attention_mask is added to the scores, so it must be float, got {attention_mask.dtype}")
@@ -86,8 +87,9 @@ class Attention(nn.Module):
         return self.out_proj(attended.transpose(1, 2).flatten(2))  # (B, M, Q, C / M) -> (B, Q, C)
 
     def project(self, queries: Tensor, keys: Tensor, values: Tensor) -> list[Tensor]:
-        """The projected queries, keys and values, (B, M, N, C / M) each; those with the same input are computed by one matrix
-        product."""
+        """The projected queries, keys and values, (B, M, N, C / M) each. If several of them have the same input, one matrix
+        product computes them.
+        """
         if queries is keys and keys is values:
             products = [(queries, 0, 3)]
         elif queries is keys:
@@ -172,8 +174,8 @@ class DeformableAttention(nn.Module):
 
         Args:
             queries: (B, Q, C) float.
-            reference_points: (B, Q, L, 2 or 4) float, xy or cxcywh in [0, 1], relative to the padded map. Offsets from a point are
-                in cells; offsets from a box are in units of its sides divided by 2 P.
+            reference_points: (B, Q, L, 2 or 4) float, xy or cxcywh in [0, 1], relative to the padded map. Offsets from a point
+                are measured in cells. Offsets from a box are measured in units of the box's sides divided by 2 P.
             tokens: (B, N, C) float.
             levels: layout of the tokens; padded tokens count as zeros.
 

@@ -21,7 +21,7 @@ class Heads:
     call.
 
     Args:
-        class_embed: one head for all layers, or a list with one head per layer or with a single head for all of them.
+        class_embed: one head for all layers, or a list. The list has one head per layer, or a single head for all layers.
         bbox_embed: box heads, in the same form.
         refine: whether the boxes of a layer are the references of the next layer.
     """
@@ -35,8 +35,8 @@ class Heads:
 
         Args:
             decoded: (..., Q, C) float, queries after a decoder layer, or after all of them.
-            references: (..., Q, 2) points or (..., Q, 4) boxes in [0, 1], which the box head corrects; with ``None``, it predicts
-                the boxes directly.
+            references: (..., Q, 2) points or (..., Q, 4) boxes in [0, 1], which the box head corrects. With ``None``, the box
+                head predicts the boxes directly.
             layer: index of the decoder layer, used if layers have their own heads.
 
         Returns:
@@ -85,7 +85,7 @@ class MLP(nn.Module):
 def class_head(channels: int, num_logits: int, prior_probability: float | None) -> nn.Linear:
     """A linear head. If ``prior_probability`` is given, as for sigmoids, every class starts at this probability.
 
-    This keeps the many negatives from dominating the first training steps.
+    A low initial probability keeps the many negatives from dominating the first training steps.
     """
     head = nn.Linear(channels, num_logits)
     if prior_probability is not None:
@@ -113,8 +113,8 @@ def full_precision(x: Tensor) -> Tensor:
 def without_autocast(x: Tensor) -> contextlib.AbstractContextManager:
     """Turn autocast off in the block, for the device of ``x``, so that results have the dtype of their inputs.
 
-    It does nothing if autocast is already off, because in an exported program the block would become a separate graph, and tracing
-    would take twice as long.
+    If autocast is already off, this does nothing, because turning it off again would add a separate graph to an exported program,
+    and tracing would take twice as long.
     """
     device = x.device.type
     is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)

@@ -19,9 +19,9 @@ from cpvt_det.common.errors import UnknownNameError
 class MaskedBatchNorm2d(nn.BatchNorm2d):
     """Batch norm whose statistics come from valid cells only.
 
-    Weights, running statistics and state dict are those of ``nn.BatchNorm2d``; so is the arithmetic in evaluation. With a single
-    valid cell, the variance is 0, and the running variance is updated without the factor n / (n - 1). With no valid cell, the
-    running statistics do not change.
+    Weights, running statistics and state dict are those of ``nn.BatchNorm2d``, and the arithmetic in evaluation is the same. With
+    a single valid cell, the variance is 0, and the running variance is updated without the factor n / (n - 1). With no valid
+    cell, the running statistics do not change.
     """
 
     synchronised = False
@@ -54,11 +54,12 @@ class MaskedBatchNorm2d(nn.BatchNorm2d):
         return out
 
     def _over_all(self, x: Tensor) -> Tensor:
-        """torch's own batch norm, applied to rows, because torch 2.15's CPU gradient is wrong for channels-last views of width 1.
+        """torch's own batch norm. Maps are passed as rows, because torch 2.15's CPU gradient is wrong for channels-last views of
+        width 1.
 
-        Maps with channels first and a larger width are passed as they are: turning them into rows would mean a copy, which takes a
-        third of a network's time. Autograd stores the running statistics that it is given. Ours change in place, so it is given
-        copies.
+        Maps with channels first and a larger width are passed as they are, because turning them into rows would need a copy,
+        which takes a third of a network's time. Autograd stores the running statistics that it is given. Our running statistics
+        change in place, so autograd gets copies of them.
         """
         mean, variance = self.running_mean.clone(), self.running_var.clone()
         is_plain = x.ndim == 4 and x.shape[-1] > 1 and x.is_contiguous() and not x.is_contiguous(memory_format=torch.channels_last)
@@ -122,8 +123,9 @@ def make_norm(name: str, channels: int) -> nn.Module:
 
 
 def folded(convolution: nn.Conv2d, norm: nn.BatchNorm2d | FrozenBatchNorm2d) -> tuple[Tensor, Tensor]:
-    """The weight and bias of a convolution after folding in the norm that follows it: a batch norm in evaluation mode, or a frozen
-    one."""
+    """The weight and bias of a convolution after folding in the norm that follows it. The norm is a batch norm in evaluation mode
+    or a frozen norm.
+    """
     weight, bias = convolution.weight, convolution.bias
     scale = norm.weight * torch.rsqrt(norm.running_var + norm.eps)
     shift = norm.bias - norm.running_mean * scale
@@ -157,7 +159,7 @@ BACKBONE_NORMS = ("FrozenBN", "BN", "SyncBN", "GN")
 
 
 class _Normalise(torch.autograd.Function):
-    """Batch norm with the statistics of the cells that count; every cell is normalised. Half-precision values are summed in
+    """Batch norm that normalises every cell with the statistics of the cells that count. Half-precision values are summed in
     float32.
 
     The gradient is written by hand, because autograd would store four maps for the backward pass instead of one.
@@ -199,14 +201,14 @@ class _Normalise(torch.autograd.Function):
 
 
 def _rows(x: Tensor) -> Tensor:
-    """(B, C, H, W) -> (B * H * W, C), without a copy for a channels-last map; sums are fastest over such rows."""
+    """(B, C, H, W) -> (B * H * W, C), because sums over such rows are fastest. A channels-last map is not copied."""
     return x.movedim(1, -1).reshape(-1, x.shape[1]).to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _over_processes(mean: Tensor, variance: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Combine the statistics of all processes by one all-reduce of sum, sum of squares and count.
 
-    This is done in float64, because the one-pass formula loses too many digits in float32; a process without a valid cell adds
+    This is done in float64, because the one-pass formula loses too many digits in float32. A process without a valid cell adds
     nothing.
     """
     mean, variance, count = mean.double(), variance.double(), count.double()

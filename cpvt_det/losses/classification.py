@@ -79,7 +79,7 @@ class SoftmaxClassification:
         return PrecomputedGradient.apply(logits, losses.sum((1, 2, 3)), slopes)
 
     def normalizer(self, num_matched: Tensor, num_unmatched: Tensor, num_boxes: Tensor) -> Tensor:
-        """The sum of the weights of all queries, so that the loss is a weighted mean."""
+        """The sum of the weights of all queries. Divided by it, the loss is a weighted mean."""
         return num_matched + self.background_weight * num_unmatched
 
     def decode(self, logits: Tensor, max_detections: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -153,7 +153,7 @@ class FocalClassification(SigmoidClassification):
         self.gamma = gamma
 
     def cost(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The focal loss of a positive minus that of a negative; arguments as in :meth:`SoftmaxClassification.cost`."""
+        """The focal loss of a positive minus the focal loss of a negative; arguments as in :meth:`SoftmaxClassification.cost`."""
         return focal_cost(pick_classes(logits, labels).sigmoid_(), self.alpha, self.gamma)
 
     def loss(self, logits: Tensor, classes: Tensor) -> Tensor:
@@ -190,7 +190,9 @@ class FocalClassification(SigmoidClassification):
 
 
 class PrecomputedGradient(torch.autograd.Function):
-    """Sums (D,) over logits (D, ...), whose gradient is computed from given slopes, of the logits' shape; only these are stored."""
+    """Sums (D,) over logits (D, ...). The gradient is computed from given slopes, which have the logits' shape; nothing else is
+    stored.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, sums: Tensor, slopes: Tensor) -> Tensor:
@@ -228,7 +230,7 @@ def require_between(name: str, value: float, low: float, high: float = math.inf)
 
 
 def focal_cost(probability: Tensor, alpha: float = defaults.FOCAL_ALPHA, gamma: float = defaults.FOCAL_GAMMA) -> Tensor:
-    """The focal loss of a positive with this probability minus that of a negative; same shape, without gradient."""
+    """The focal loss of a positive with this probability minus the focal loss of a negative; same shape, without gradient."""
     rest = 1 - probability
     minus_positive = (probability + 1e-8).log_().mul_(rest**gamma)
     minus_negative = (rest + 1e-8).log_().mul_(probability**gamma)
@@ -238,9 +240,9 @@ def focal_cost(probability: Tensor, alpha: float = defaults.FOCAL_ALPHA, gamma: 
 def softplus(x: Tensor) -> Tensor:
     """-log(1 - p) for p = sigmoid(x), without gradient.
 
-    It is max(x, 0) + log(1 + y) for y = exp(-abs(x)). On a CPU, torch's ``log1p`` with AVX-512 takes ten times as long as its
-    ``log``; so on a CPU log(1 + y) is computed as log(u) - ((u - 1) - y) / u for u = 1 + y. The quotient corrects the rounding of
-    u.
+    The result is max(x, 0) + log(1 + y) for y = exp(-abs(x)). On a CPU with AVX-512, torch's ``log1p`` takes ten times as long as
+    its ``log``. So on a CPU, log(1 + y) is computed as log(u) - ((u - 1) - y) / u for u = 1 + y. The quotient corrects the
+    rounding of u.
     """
     if x.device.type != "cpu":
         return F.softplus(x, threshold=SOFTPLUS_IS_LINEAR)

@@ -52,9 +52,9 @@ class SetCriterion:
         many_class_weight: weight of the class loss of ``Predictions.one_to_many``; 0 leaves it out.
 
     Raises:
-        ValueError: fewer than one match, a weight below 0, or one of the three losses given twice.
+        ValueError: there is less than one match, a weight is below 0, or one of the three losses is given twice.
 
-    Source: arXiv 2005.12872, section 3.1 and equation 2; several matches per object, by repeating the object, from arXiv
+    Source: arXiv 2005.12872, section 3.1 and equation 2. Several matches per object, by repeating the object, are from arXiv
     2207.13080.
     """
 
@@ -97,16 +97,16 @@ class SetCriterion:
         Args:
             predictions: logits (D, B, Q, K') and boxes (D, B, Q, 4), float32 or float64.
             targets: targets of the B images, on the same device.
-            normalizers: divisors for the whole step, if this batch is only a part of it; with ``None``, they are computed from this
-                batch.
+            normalizers: divisors for the whole step, if this batch is only a part of it. With ``None``, the divisors are computed
+                from this batch.
 
         Returns:
             ``loss_class``, ``loss_l1``, ``loss_giou`` and any additional losses. Proposals, if there are any, add
-            ``loss_proposal_class`` and so on, in which all objects count as one class unless the proposals have class logits.
-            Denoising queries add ``loss_denoising_class`` and so on, the hybrid branch ``loss_hybrid_class`` and so on, and
-            one-to-many supervision ``loss_many_class`` and so on. The metrics are ``metric_class_error`` (percent of matched
-            queries with the wrong class) and ``metric_cardinality_error`` (mean absolute difference between the predicted and the
-            true number of objects), both of the last layer.
+            ``loss_proposal_class`` and so on; in these losses, all objects count as one class unless the proposals have class
+            logits. Denoising queries add ``loss_denoising_class`` and so on, the hybrid branch adds ``loss_hybrid_class`` and so
+            on, and one-to-many supervision adds ``loss_many_class`` and so on. The metrics are ``metric_class_error`` (percent of
+            matched queries with the wrong class) and ``metric_cardinality_error`` (mean absolute difference between the predicted
+            and the true number of objects), both of the last layer.
         """
         padded = PaddedTargets.from_targets(targets, predictions.boxes.dtype)
         if normalizers is None:
@@ -161,8 +161,9 @@ class SetCriterion:
         normalizers: Normalizers,
         names: Iterable[str] | None = None,
     ) -> dict[str, Tensor]:
-        """The unweighted losses of every layer, by name, (D,) each. ``names`` selects the losses; by default, all that have a
-        weight are computed."""
+        """The unweighted losses of every layer, by name, (D,) each. ``names`` selects the losses; by default, all losses that
+        have a weight are computed.
+        """
         matched = Matched(predictions, targets, matches, self.classification, normalizers)
         losses = {name: self.losses[name](matched) for name in names or self.weights}
         return {name: values for name, values in losses.items() if values is not None}
@@ -188,7 +189,7 @@ def _repeated(predictions: Predictions, targets: Sequence[Targets], normalizers:
 
 
 def _of_denoising(denoising: Predictions, targets: PaddedTargets, normalizers: Normalizers) -> Group:
-    """The denoising queries with their matches, which need not be searched for, because the queries' objects are known."""
+    """The denoising queries with their matches. No search for matches is needed, because the object of each query is known."""
     image, query = (denoising.objects >= 0).nonzero(as_tuple=True)
     layers = len(denoising.logits)
     pairs = (part.repeat(layers) for part in (image, query, denoising.objects[image, query]))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""D-FINE's losses for the distributions that define boxes: one pulls them towards the object's sides, the other towards the last
-layer's distributions.
+"""D-FINE's two losses for the distributions that define boxes. The first pulls the distributions towards the object's sides, and
+the second pulls them towards the last layer's distributions.
 
 Source: arXiv 2410.13842, sections 4.1 and 4.2; the arithmetic is that of Peterande/D-FINE.
 """
@@ -17,7 +17,8 @@ LEAST_ROOT = 1e-3  # smallest root of a number of queries per process, against d
 
 @LOSS_REGISTRY.register_as("fgl")
 def fine_grained_localization(matched: Matched) -> Tensor | None:
-    """(D,): cross-entropy with the two bins around the true distance of each side, times the overlap of the layer's box.
+    """(D,): cross-entropy with the two bins around the true distance of each side, times the overlap of the layer's box with the
+    object.
 
     ``None`` for predictions without distributions.
     """
@@ -37,11 +38,11 @@ def fine_grained_localization(matched: Matched) -> Tensor | None:
 
 @LOSS_REGISTRY.register_as("ddf")
 def decoupled_distillation(matched: Matched, temperature: float = 5.0) -> Tensor | None:
-    """(D,): divergence of each layer's distributions from the last layer's, averaged separately over queries with and without an
-    object.
+    """(D,): divergence of each layer's distributions from the last layer's, averaged separately over queries with an object and
+    queries without one.
 
-    The weight of a query is the overlap of its box with its object, or the last layer's score if it has no object. The two means
-    are then weighted by the square roots of their numbers of queries. ``None`` for predictions without distributions.
+    The weight of a query is the overlap of its box with its object or, if it has no object, the last layer's score. The two means
+    are then weighted by the square roots of the numbers of queries in them. ``None`` for predictions without distributions.
     """
     made = matched.predictions.distributions
     if made is None:
@@ -74,7 +75,9 @@ def _first(matched: Matched) -> int:
 
 @torch.no_grad()
 def _bins_around(matched: Matched, chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """For each chosen pair and side, the bin below the true distance, (P, 4) int64, and the weight of the bin above it."""
+    """For each chosen pair and side: the bin below the true distance, (P, 4) int64, and the weight of the bin above the true
+    distance.
+    """
     made, matches = matched.predictions.distributions, matched.matches
     starts = made.starts[matches.image[chosen], matches.query[chosen]]
     corners = cxcywh_to_xyxy(matched.target_boxes[chosen])

@@ -81,8 +81,8 @@ class HungarianMatcher:
 
         Returns:
             For every group, min(Q, G) pairs for each layer and image, ordered by layer, image and query. If predictions are not
-            finite, the pairs are meaningless, but their number is the same as usual, so that all processes of a run skip the step
-            together.
+            finite, the pairs are meaningless, but there are as many pairs as usual. So no process stops here, and all processes
+            of a run can skip the step together.
         """
         from scipy.optimize import linear_sum_assignment  # the import takes half a second, which prediction can save
 
@@ -102,7 +102,9 @@ class HungarianMatcher:
         return matches
 
     def cost(self, predictions: Predictions, targets: PaddedTargets) -> Tensor:
-        """(D, B, T, Q) float costs, targets first, because the solver is faster that way; rows without a target are meaningless."""
+        """(D, B, T, Q) float costs. Targets come before queries, because the solver is faster that way. Rows without a target are
+        meaningless.
+        """
         boxes, wanted = predictions.boxes, targets.boxes_cxcywh
         corners, wanted_corners = cxcywh_to_xyxy(boxes), cxcywh_to_xyxy(wanted)[None]
         arguments = (predictions.logits, targets.labels)

@@ -17,7 +17,8 @@ OVERLAP_SHARE = 0.7
 
 
 class OneToManyMatcher:
-    """Matches each object with the queries that already fit it best; how many these are depends on how well they fit.
+    """Matches each object with the queries that already fit it best. How many queries an object gets depends on how well they
+    fit.
 
     The score of a query and an object is 0.7 times the overlap of their boxes plus 0.3 times the probability of the object's class.
     A query counts for the object with which it has its highest score, if this score is at least the threshold or if the query is
@@ -32,9 +33,9 @@ class OneToManyMatcher:
         ValueError: fewer than one match, or a threshold outside (0, 1].
 
     Source: arXiv 2401.03989, section 3.2, and Atten4Vis/MS-DETR ``models/matcher_o2m.py``. This implementation differs from that
-    code in two ways. A query that is among the best of two objects is matched only with the one that has the higher score; that
-    code adds both box losses, and the class target is whichever is written last. If more than a quarter of the queries count, that
-    code keeps only a random selection, a quarter of the queries.
+    code in two ways. First, a query that is among the best of two objects is matched here only with the object with which it has
+    the higher score. MS-DETR's code adds both box losses, and its class target is whichever is written last. Second, if more than
+    a quarter of the queries count, MS-DETR's code keeps only a random quarter of the queries.
     """
 
     def __init__(self, matches: int = defaults.MANY_MATCHES, threshold: float = defaults.MANY_THRESHOLD):

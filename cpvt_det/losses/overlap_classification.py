@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kinds of classification whose scores also express how well a box fits: sigmoids whose targets depend on the overlap."""
+"""Kinds of classification whose scores also express how well a box fits. They use sigmoids whose targets depend on the overlap."""
 
 import torch
 from torch import Tensor
@@ -19,17 +19,17 @@ from cpvt_det.losses.classification import (
 class OverlapClassification(SigmoidClassification):
     """K independent sigmoids p. The loss of an object's class is the cross-entropy with ``target``, times ``weight``. For all
     other classes it is the cross-entropy with 0, times ``factor`` p^``gamma``. Gradients treat targets and weights as constants,
-    and p^gamma too unless ``is_focal`` is set. The matching cost is the focal cost of p u^(1/2) for the overlap u: of two boxes
-    with the same scores, the better fit never costs more. The loss itself would not work as a cost: for a low score, it is lower if
-    the box fits worse.
+    and p^gamma too unless ``is_focal`` is set. The matching cost is the focal cost of p u^(1/2), where u is the overlap. So if
+    two boxes have the same score, the box that fits better never costs more. The loss itself would not work as a cost, because
+    for a low score it is lower if the box fits worse.
 
     Args:
         num_classes: K.
         gamma: exponent of the scores of negatives.
         factor: weight of negatives.
 
-    Source: the cost from arXiv 2304.04742 (Stable-DINO), section 3.2, which uses the generalized IoU, scaled to [0, 1]. The code
-    of RT-DETR, DEIM and Align-DETR matches by p alone.
+    Source: the cost is from arXiv 2304.04742 (Stable-DINO), section 3.2, where u is the generalized IoU, scaled to [0, 1]. The
+    code of RT-DETR, DEIM and Align-DETR matches by p alone.
     """
 
     uses_overlaps = True
@@ -150,7 +150,8 @@ class VarifocalClassification(OverlapClassification):
 
 @CLASSIFICATION_REGISTRY.register_as("ia_bce")
 class AlignClassification(OverlapClassification):
-    """IoU-aware cross-entropy: the target is p^alpha u^(1 - alpha) for the overlap u, but at least 0.01; negatives use focal loss.
+    """IoU-aware cross-entropy. The target is p^alpha u^(1 - alpha) for the overlap u, but at least 0.01. Negatives use focal
+    loss.
 
     Args:
         num_classes: K.

@@ -9,7 +9,8 @@ from cpvt_det.losses.criterion import Losses
 
 
 class ClassCriterion:
-    """Cross-entropy with smoothed class shares; if there is a teacher, half of the loss is cross-entropy with its best class.
+    """Cross-entropy with smoothed class shares. If there is a teacher, half of the loss is the cross-entropy with the teacher's
+    best class.
 
     Args:
         smoothing: fraction of each label that is spread evenly over all classes.
@@ -17,8 +18,8 @@ class ClassCriterion:
     Raises:
         ValueError: a smoothing outside [0, 1).
 
-    Source: label smoothing, arXiv 1512.00567, section 7; hard distillation, arXiv 2012.12877, equation 3. The teacher's half uses
-    the head of the distillation token, if there is one.
+    Source: label smoothing, arXiv 1512.00567, section 7; hard distillation, arXiv 2012.12877, equation 3. The teacher's half of
+    the loss uses the head of the distillation token, if there is one.
     """
 
     def __init__(self, smoothing: float = 0.0):
@@ -32,7 +33,7 @@ class ClassCriterion:
         Args:
             logits: (H, B, K) float, as in :class:`cpvt_det.common.structures.ClassLogits`.
             shares: (B, K) float, the share of each class in each image; the shares of an image sum to 1.
-            taught: (B,) int64, the teacher's best classes; ``None`` if there is no teacher, so that the mean over the heads is
+            taught: (B,) int64, the teacher's best classes. ``None`` if there is no teacher; then the mean over the heads is
                 compared with the shares.
             count: number of this process's images in the whole step, if this batch is only a part of it; ``None`` means B.
 

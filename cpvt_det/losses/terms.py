@@ -17,13 +17,13 @@ from cpvt_det.losses.matcher import Matches, PaddedTargets
 
 @dataclass
 class Normalizers:
-    """Scalars that divide the losses, which are sums over the images of a whole step, on all processes.
+    """Scalars by which the losses are divided. The losses themselves are sums over the images of a whole step, on all processes.
 
     Attributes:
         boxes: divisor of the box losses.
         classes: divisor of the class loss.
-        queries: numbers of a layer's queries with and without an object, divided by the number of processes; ``None`` if queries
-            are counted in this batch only, as denoising queries are.
+        queries: numbers of a layer's queries with and without an object, divided by the number of processes. ``None`` if queries
+            are counted in this batch only, as is done for denoising queries.
     """
 
     boxes: Tensor
@@ -33,7 +33,7 @@ class Normalizers:
 
 @dataclass
 class Matched:
-    """Predictions and their matched targets, as P pairs over all layers; this is the argument of every loss.
+    """Predictions and their matched targets, as P pairs over all layers. Every loss takes this as its argument.
 
     Attributes:
         predictions: logits (D, B, Q, K') and boxes (D, B, Q, 4).
@@ -64,8 +64,9 @@ class Matched:
 
     @functools.cached_property
     def overlaps(self) -> Tensor:
-        """(D, B, Q) float without gradient: intersection over union of every query's box with its target's; 0 for queries without a
-        target."""
+        """(D, B, Q) float without gradient: intersection over union of every query's box with the box of its target; 0 for
+        queries without a target.
+        """
         matches, overlaps = self.matches, torch.zeros_like(self.predictions.logits[..., 0])
         pairs = intersection_over_union(cxcywh_to_xyxy(self.boxes), cxcywh_to_xyxy(self.target_boxes))
         overlaps[matches.layer, matches.image, matches.query] = pairs

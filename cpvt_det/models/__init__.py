@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detectors and classifiers: modules that turn normalised images and a padding mask into predictions. No losses, no config."""
+"""Detectors and classifiers: modules that turn normalised images and a padding mask into predictions. They know neither losses
+nor configs.
+"""
 
 from cpvt_det.models.anchor_queries import AnchorQueries
 from cpvt_det.models.backbones import BACKBONE_REGISTRY, ResNetBackbone, VisionTransformer

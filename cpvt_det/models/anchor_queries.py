@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queries that stand for boxes: at every layer, their positions are computed from the boxes, which may be learned, as in DAB-DETR.
+"""Queries that stand for boxes. At every layer, their positions are computed from the boxes, which may be learned, as in
+DAB-DETR.
 
 Place in the pipeline: after the encoder, before the decoder; a query source like those of ``models/queries.py``.
 """
@@ -29,8 +30,8 @@ class BoxPositions:
         Args:
             channels: C, a multiple of 4.
             scaled_positions: whether positions are multiplied by a function of the output of the previous decoder layer.
-            position_sines: whether positions are made from the sines of the boxes' coordinates; ``False`` makes them from the
-                coordinates themselves.
+            position_sines: whether positions are computed from sines and cosines of the boxes' coordinates. ``False`` computes
+                them from the coordinates themselves.
 
         Raises:
             ValueError: channels that are not a multiple of 4.
@@ -64,7 +65,8 @@ class BoxPositions:
 
 @QUERY_REGISTRY.register_as("anchors")
 class AnchorQueries(BoxPositions, nn.Module):
-    """Learned boxes with learned content embeddings, the same for every image. After each layer, positions follow the new boxes.
+    """Learned boxes with learned content embeddings, the same for every image. After each layer, the positions are computed from
+    the new boxes.
 
     Args:
         channels: C, a multiple of 4.
@@ -93,7 +95,7 @@ class AnchorQueries(BoxPositions, nn.Module):
         self.denoising = denoising
 
     def forward(self, memory: Tensor, levels: Levels, targets: Sequence[Targets] | None = None) -> Queries:
-        """The queries, preceded by denoising queries if there are targets; of the (B, N, C) memory, only the batch size matters."""
+        """The queries, preceded by denoising queries if there are targets. Only the batch size of the memory matters."""
         batch = memory.shape[0]  # not len, which would become a constant in an exported program
         with without_autocast(memory):
             boxes = full_precision(self.refpoint_embed.weight).sigmoid().expand(batch, -1, -1)

@@ -24,11 +24,12 @@ class Classifier(ImageModel):
     """A classifier on any backbone.
 
     Args:
-        backbone: module that meets the contract of :data:`cpvt_det.models.backbones.BACKBONE_REGISTRY`. Its ``tokens`` are
-            classified if it has them, otherwise its last map. The head's width is that of the last map.
+        backbone: module that meets the contract of :data:`cpvt_det.models.backbones.BACKBONE_REGISTRY`. If it has ``tokens``, the
+            tokens are classified; otherwise, its last map is classified. The head is as wide as the last map.
         num_classes: K.
-        pool: ``token``: the class token, plus a second head for the distillation token if there is one; ``mean``: the mean over the
-            unpadded cells of the last map or the unpadded patch tokens; empty: ``token`` if the backbone has one, else ``mean``.
+        pool: what is classified. ``token`` is the class token; if there is a distillation token, it gets a second head. ``mean``
+            is the mean over the unpadded cells of the last map, or over the unpadded patch tokens. Empty means ``token`` if the
+            backbone has a class token, and otherwise ``mean``.
         pixel_mean, pixel_std: mean and standard deviation per channel, in pixel values from 0 to 255.
         frozen: names of parts that are not trained, as in :meth:`ImageModel.freeze`.
 
@@ -70,7 +71,7 @@ class Classifier(ImageModel):
         Args:
             images: (B, 3, H, W) float, normalised; values under the padding do not matter.
             padding_mask: (B, H, W) bool, True = padded.
-            targets: not used; accepted because the detectors' signature has it.
+            targets: not used; accepted because detectors have this argument.
 
         Raises:
             TypeError: a mask that is not bool, or weights in half precision.

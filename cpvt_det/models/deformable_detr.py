@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deformable-DETR: several levels, attention to a few sampled points on each level, learned or proposed queries.
+"""Deformable-DETR: several levels, attention to a few sampled points on each level, and learned or proposed queries.
 
 Place in the pipeline: the encoder and decoder that ``models/detector.py`` calls.
 
@@ -168,8 +168,8 @@ class DeformableDecoderLayer(FeedForward):
 
 
 class MixedDecoderLayer(DeformableDecoderLayer):
-    """A decoder layer whose queries attend to the image before they see each other, so that what each finds by itself can be
-    supervised.
+    """A decoder layer whose queries attend to the image before they see each other, so that the loss can supervise what each
+    query finds by itself.
 
     Args:
         channels, num_heads, ffn_channels, dropout, num_levels, num_points, implementation: as in
@@ -219,7 +219,8 @@ class DeformableDecoder(nn.Module):
         num_layers: D, at least 1.
         layer: arguments of :class:`DeformableDecoderLayer`.
         look_forward_twice: whether the loss of a layer also trains the previous layer's boxes, from which the layer starts (arXiv
-            2203.03605, section 3.5); otherwise it trains only its own corrections. No effect without box refinement.
+            2203.03605, section 3.5). Otherwise, the loss trains only the layer's own corrections. This has no effect without box
+            refinement.
         final_norm: whether there is one norm, shared by all layers, before the heads, as in DINO. The queries and boxes that a
             layer passes to the next are computed without it.
         mixed_supervision: whether layers are :class:`MixedDecoderLayer`. In training, ``Predictions.one_to_many`` then holds the
@@ -258,7 +259,7 @@ class DeformableDecoder(nn.Module):
             heads: the heads of all layers.
 
         Returns:
-            Logits (D, B, Q, K') and boxes (D, B, Q, 4); in training with mixed supervision also ``one_to_many``.
+            Logits (D, B, Q, K') and boxes (D, B, Q, 4). In training with mixed supervision, there is also ``one_to_many``.
         """
         decoded, positions, outputs, many = queries.content, queries.positions, [], []
         references = start = queries.references  # the places where a layer looks, and the boxes that it corrects
@@ -276,7 +277,8 @@ class DeformableDecoder(nn.Module):
         return dataclasses.replace(_stacked(outputs), one_to_many=_stacked(many) if many else None)
 
     def refine(self, decoded: Tensor, references: Tensor, boxes: Tensor, heads: Heads, layer: int) -> Tensor:
-        """The boxes (B, Q, 4) from which the next layer starts. They have a gradient only in training with ``look_forward_twice``.
+        """The boxes (B, Q, 4) from which the next layer starts. They have a gradient only in training, and only with
+        ``look_forward_twice``.
 
         Args:
             decoded: (B, Q, C) queries after this layer.
@@ -380,8 +382,8 @@ class DeformableDETR(Detector):
         channels: C.
         num_queries: Q.
         num_logits: K', the number of logits that the classification needs for K classes.
-        num_levels: L. Beyond the number of the backbone's maps, each further level is made from the previous one by a strided
-            convolution.
+        num_levels: L. If there are more levels than backbone maps, a strided convolution makes each further level from the
+            previous level.
         box_refinement: whether every decoder layer corrects the previous layer's boxes, with its own heads.
         two_stage: whether the queries are the encoder's best proposals.
         mask_padding: whether padded cells are left out of the projections' norms; ``False`` includes them, as in the official code.
@@ -393,8 +395,9 @@ class DeformableDETR(Detector):
 
     Raises:
         UnknownNameError: a name in ``frozen`` that matches no part.
-        ValueError: no queries, fewer levels than maps, a transformer with a different number of levels, an encoding that acts
-            inside dense attention, or two stages either without box refinement or with channels that are not a multiple of 4.
+        ValueError: there are no queries or fewer levels than maps, the transformer has a different number of levels, or the
+            encoding acts inside dense attention. Also if there are two stages without box refinement, or with channels that are
+            not a multiple of 4.
 
     Source: arXiv 2010.04159.
     """

@@ -23,13 +23,14 @@ NEAREST = 1e-3  # smallest distance of a noised box's numbers from 0 and 1, as i
 
 
 class ContrastiveDenoising(nn.Module):
-    """Groups of query pairs, a pair per object: the positive query must recover the object, and the negative must find no object.
+    """Groups of query pairs, with one pair per object. The positive query of a pair must recover the object, and the negative
+    query must find no object.
 
-    For a positive, each corner of the object's box is moved by less than half a side; for a negative, by half a side to a whole
-    side. The content of a query is the learned vector of the object's class, or of another class if label noise replaces it. Every
-    group holds each object once. Groups do not see each other, and the other queries see none of them, but every group sees the
-    other queries. T is the largest number of objects in an image of the batch. An image with fewer objects is padded with
-    queries of zero content.
+    For a positive, each corner of the object's box is moved by less than half a side. For a negative, each corner is moved by
+    half a side to a whole side. The content of a query is the learned vector of the object's class, or of another class if label
+    noise replaces the class. Every group contains each object once. Groups do not see each other. Every group sees the other
+    queries, but the other queries see no group. T is the largest number of objects in an image of the batch. An image with fewer
+    objects is padded with queries of zero content.
 
     Random numbers are drawn from torch's global generator, which a training step seeds with the run's seed, the iteration and
     the process.
@@ -39,10 +40,10 @@ class ContrastiveDenoising(nn.Module):
         num_classes: K.
         pairs: target number of pairs per image; the number of groups is max(1, ``pairs`` // T).
         label_noise: twice the probability that a class is replaced by a random one, as in DINO.
-        box_noise: factor by which the distances that corners move are multiplied.
+        box_noise: factor for the distances by which corners are moved.
 
     Raises:
-        ValueError: no class, no pair, label noise outside [0, 1], or box noise outside (0, 1].
+        ValueError: there is no class or no pair, label noise is outside [0, 1], or box noise is outside (0, 1].
     """
 
     def __init__(self, channels: int, num_classes: int, pairs: int, label_noise: float = 0.5, box_noise: float = 1.0):
@@ -103,8 +104,9 @@ class ContrastiveDenoising(nn.Module):
             dtype: dtype of the boxes.
 
         Returns:
-            For each of G groups and T objects, positives before negatives: object indices (B, G, 2, T) int64, -1 for fillers;
-            labels (B, G, 2, T) int64, some replaced by random ones; boxes (B, G, 2, T, 4), cxcywh in [0, 1].
+            Three tensors for G groups and T objects, positives before negatives: object indices (B, G, 2, T) int64, -1 for
+            fillers; labels (B, G, 2, T) int64, some of them replaced by random labels; and boxes (B, G, 2, T, 4), cxcywh in [0,
+            1].
         """
         labels = pad_sequence([target.labels for target in targets], batch_first=True)  # (B, T)
         boxes = pad_sequence([target.boxes_cxcywh for target in targets], batch_first=True).to(dtype)

@@ -32,8 +32,8 @@ class Memory:
 class Detector(ImageModel):
     """A detector made of five parts and a position encoding. DETR is the special case with one level and full attention.
 
-    Parts are registered under the names of the official code, so that its weights fit: the neck is ``input_proj``, and the
-    decoder's heads belong to the detector and not to the decoder.
+    Parts are registered under the names of the official code, so that the official weights fit. For this reason the neck is
+    ``input_proj``, and the decoder's heads belong to the detector and not to the decoder.
 
     Args:
         backbone: feature extractor; contract in :data:`cpvt_det.models.backbones.BACKBONE_REGISTRY`.
@@ -44,11 +44,11 @@ class Detector(ImageModel):
 
     Attributes:
         strides: pixels per cell of each level of the transformer.
-        size_divisibility: number that must divide the height and width of every canvas: the least common multiple of the
-            largest stride and the backbone's own number.
+        size_divisibility: number that must divide the height and width of every canvas. It is the least common multiple of the
+            largest stride and the backbone's ``size_divisibility``.
 
     Raises:
-        TypeError: a part that lacks an attribute its contract requires.
+        TypeError: a part lacks an attribute that its contract requires.
 
     Subclasses register ``class_embed``, ``bbox_embed`` and their query source.
     """

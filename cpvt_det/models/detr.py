@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DETR: one level, attention to all tokens, learned queries. Its transformer is batch-first and takes queries from any source.
+"""DETR: one level, attention to all tokens, and learned queries. The transformer is batch-first and takes queries from any
+source.
 
 Place in the pipeline: the encoder and decoder that ``models/detector.py`` calls.
 
@@ -72,7 +73,7 @@ class DecoderLayer(FeedForward):
 
 
 class Decoder(nn.Module):
-    """Decoder layers, with one norm, shared by all layers, between the output of each layer and the heads.
+    """Decoder layers, and one norm, which all layers share, between the output of a layer and the heads.
 
     Args:
         num_layers: D, at least 1.
@@ -111,7 +112,8 @@ class Decoder(nn.Module):
 class Transformer(nn.Module):
     """The encoder and the decoder under the official names.
 
-    The contract of a transformer, which :class:`Detector` relies on: ``encode``, and ``decoder`` with the call of :class:`Decoder`.
+    :class:`Detector` relies on the contract of a transformer: it has ``encode``, and its ``decoder`` can be called like a
+    :class:`Decoder`.
 
     Args:
         encoder_layers: layers of the encoder.

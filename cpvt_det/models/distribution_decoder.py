@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""D-FINE's decoder: instead of a box, its layers refine a distribution of the distance by which each side of a first box moves.
+"""D-FINE's decoder. Its layers do not refine a box, but a distribution of the distance by which each side of a first box moves.
 
 Place in the pipeline: after the queries; the losses for the distributions are in ``losses/distributions.py``.
 
@@ -41,7 +41,7 @@ class Gate(nn.Module):
 
 
 class GatedDecoderLayer(DeformableDecoderLayer):
-    """A decoder layer whose attention to the image has a gate in place of the residual connection, and no projections.
+    """A decoder layer whose attention to the image has no projections, and has a gate in place of the residual connection.
 
     Args:
         channels, num_heads, ffn_channels, dropout, num_levels, num_points, implementation: as in
@@ -76,7 +76,7 @@ class QualityHead(nn.Module):
     """Estimate a box's quality from the shape of its four distributions, and add it to the logits of all classes.
 
     Args:
-        num_largest: how many of the largest probabilities of each side are used, in addition to the mean of these.
+        num_largest: how many of the largest probabilities of each side are used. The mean of these probabilities is used, too.
         hidden: inner channels.
     """
 
@@ -95,18 +95,19 @@ class QualityHead(nn.Module):
 
 
 class DistributionDecoder(nn.Module):
-    """Decoder layers, each followed by the heads; box heads change the logits of N + 1 bins for each of four sides.
+    """Decoder layers, each followed by the heads. Box heads change the logits of N + 1 bins for each of the four sides.
 
     Args:
         num_layers: D, at least 1.
         layer: arguments of :class:`GatedDecoderLayer`.
         num_bins: N, even and at least 4.
-        scale: number by which the first box's width and height are divided; the results are the units in which its sides move.
+        scale: number by which the first box's width and height are divided. The quotients are the units in which the sides move.
         reach: half of the largest distance that a side can move, in widths or heights of the first box.
         eval_layers: number of layers, counted from the first, that run in evaluation; 0 for all.
 
     Raises:
-        ValueError: no layer, fewer layers than ``eval_layers``, an odd number of bins or fewer than 4, or a scale not above 0.
+        ValueError: there is no layer, there are fewer layers than ``eval_layers``, the number of bins is odd or below 4, or the
+            scale is not above 0.
     """
 
     def __init__(self, num_layers: int, *layer, num_bins: int = 32, scale: float = 4.0, reach: float = 0.5, eval_layers: int = 0):
@@ -141,8 +142,8 @@ class DistributionDecoder(nn.Module):
             heads: the heads of all layers.
 
         Returns:
-            Logits (D, B, Q, K') and boxes (D, B, Q, 4). In training, both have an additional first entry, the boxes that all layers
-            start from with the first layer's classes, and the layers' distributions are returned too.
+            Logits (D, B, Q, K') and boxes (D, B, Q, 4). In training, both have an additional first entry: the boxes that all
+            layers start from, with the first layer's class logits. The distributions of the layers are then returned, too.
         """
         decoded, positions, references = queries.content, queries.positions, queries.references
         values, outputs, sides, earlier = self.values(), [], [], 0

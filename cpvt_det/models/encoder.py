@@ -45,7 +45,8 @@ class EncoderLayer(FeedForward):
         pre_norm: whether norms come before each part instead of after its residual.
         activation: activation of the feed-forward network, ``relu`` or ``gelu`` (exact).
         norm_eps: number that norms add to the variance.
-        drop_path: probability, in training, that an image skips the attention or the network of a layer, drawn for each separately.
+        drop_path: probability, in training, that an image skips the attention of a layer. It skips the feed-forward network with
+            the same probability, drawn separately.
         attention_bias: whether queries, keys and values have a bias.
 
     Raises:
@@ -90,7 +91,8 @@ class EncoderLayer(FeedForward):
 
         Args:
             tokens: (B, N, C) float.
-            positions: (B, N, C) float, added to queries and keys; ``None`` lets one matrix product give queries, keys and values.
+            positions: (B, N, C) float, added to queries and keys. With ``None``, one matrix product computes queries, keys and
+                values.
             padding_mask: (B, N) bool, True = padded; ``None`` if nothing is padded.
             place: function of a position encoding that acts inside the attention, as in :class:`Attention`.
             feed: function of a position encoding that acts on the feed-forward network's inner channels, (B, N, F) -> the same.
@@ -112,7 +114,8 @@ class EncoderLayer(FeedForward):
 
 
 class Encoder(nn.Module):
-    """Encoder layers, with the encoding's ``inject`` before the first and after each one, and its ``place`` inside each.
+    """Encoder layers. The encoding's ``inject`` is called before the first layer and after each layer, and its ``place`` inside
+    each layer.
 
     Args:
         num_layers: number of layers; 0 returns the tokens unchanged.

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RT-DETR's hybrid encoder: attention within the coarsest level, convolutions across levels; and D-FINE's lighter version.
+"""RT-DETR's hybrid encoder, with attention within the coarsest level and convolutions across levels, and D-FINE's lighter version
+of it.
 
-Place in the pipeline: after the neck, before the queries. Padded cells are zero where a convolution looks across cells, and norms
-leave them out.
+Place in the pipeline: after the neck, before the queries. Padded cells are set to zero where a convolution looks across cells,
+and norms leave padded cells out.
 
 Source: arXiv 2304.08069, section 4.2; arXiv 2410.13842, section 4.3; names of parameters as in lyuwenyu/RT-DETR and
 Peterande/D-FINE.
@@ -51,8 +52,8 @@ class ConvNorm(nn.Module):
         Args:
             x: (B, C, H, W) float; values under the padding do not matter.
             valid: (B, 1, H, W) bool, True = valid; ``None`` if nothing is padded.
-            after: mask of the output's cells, in the form of ``valid``, for a stride above 1. A level may have padding even if the
-                next one has none.
+            after: mask of the output's cells, in the form of ``valid``, for a stride above 1. It is a separate argument because a
+                level may have padding even if the next level has none.
         """
         if valid is not None and max(self.conv.kernel_size) > 1:
             x = x.masked_fill(~valid, 0)
@@ -84,7 +85,7 @@ class RepVGGBlock(nn.Module):
         return F.silu(x)
 
     def merged(self) -> tuple[Tensor, Tensor]:
-        """Weight and bias of one 3x3 convolution that replaces both, with their batch norms folded in."""
+        """Weight and bias of one 3x3 convolution that replaces both convolutions, with their batch norms folded in."""
         (weight, bias), (pointwise, shift) = (folded(branch.conv, branch.norm) for branch in (self.conv1, self.conv2))
         return weight + F.pad(pointwise, (1, 1, 1, 1)), bias + shift
 
@@ -92,8 +93,8 @@ class RepVGGBlock(nn.Module):
     def fold(self) -> None:
         """Merge the norms and the 1x1 convolution into the 3x3 convolution, in place, for inference.
 
-        Outputs of valid cells change only by rounding. Those of padded cells may change, because the 1x1 convolution alone also
-        sees the values under the padding.
+        Outputs of valid cells change only by rounding. Outputs of padded cells may change, because a separate 1x1 convolution
+        also sees the values under the padding.
         """
         if self.conv2 is None or not isinstance(self.conv2.norm, MaskedBatchNorm2d):
             return
@@ -102,7 +103,7 @@ class RepVGGBlock(nn.Module):
 
 
 class CSPLayer(nn.Module):
-    """The sum of two branches: each is a 1x1 convolution, and one of them continues through blocks.
+    """The sum of two branches. Each branch begins with a 1x1 convolution, and one of them continues through blocks.
 
     Args:
         inputs, outputs: channels before and after.
@@ -128,7 +129,8 @@ class CSPLayer(nn.Module):
 
 
 class ELANLayer(nn.Module):
-    """D-FINE's fusion block: half of the channels pass through two CSP layers in turn; all intermediate results are concatenated.
+    """D-FINE's fusion block. Half of the channels pass through two CSP layers in turn, and all intermediate results are
+    concatenated.
 
     Args:
         inputs, outputs: channels before and after.
@@ -179,9 +181,10 @@ class HybridEncoder(nn.Module):
     """Attention within the coarsest level (AIFI), then a top-down and a bottom-up path across levels.
 
     Args:
-        num_levels: L; each level has half the height and width of the one before.
+        num_levels: L; each level has half the height and width of the previous level.
         channels: channels of the features.
-        outputs: C, channels of the tokens. For ``csp``, or if it differs from ``channels``, 1x1 convolutions make the tokens.
+        outputs: C, channels of the tokens. 1x1 convolutions make the tokens if ``fusion`` is ``csp`` or if C differs from
+            ``channels``.
         encoder: attention within the coarsest level, on ``channels`` channels.
         fusion: ``csp``, as in RT-DETR, or ``elan``, as in D-FINE.
         expansion: width of the fusion's inner layers, as a fraction of ``channels``.
@@ -293,7 +296,7 @@ class HybridTransformer(nn.Module):
 
 @NECK_REGISTRY.register_as("normed")
 class NormedNeck(nn.ModuleList):
-    """RT-DETR's neck: a 1x1 convolution and a batch norm per backbone map. Each map has twice the stride of the one before.
+    """RT-DETR's neck: a 1x1 convolution and a batch norm per backbone map. Each map has twice the stride of the previous map.
 
     Args:
         map_channels: channels of the backbone's maps, all of which are used.
@@ -302,7 +305,7 @@ class NormedNeck(nn.ModuleList):
         norm: kind of the norms: BN, SyncBN, GN or none.
 
     Raises:
-        ValueError: strides of which one is not twice the one before.
+        ValueError: a stride is not twice the previous stride.
     """
 
     def __init__(self, map_channels: Sequence[int], map_strides: Sequence[int], channels: int, norm: str = "BN"):

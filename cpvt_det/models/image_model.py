@@ -66,8 +66,8 @@ class ImageModel(nn.Module):
         """The images (B, 3, H, W), zero under a padding mask (B, H, W), in channels-last layout.
 
         Raises:
-            TypeError: a mask that is not bool, or weights in float16 or bfloat16, whether from ``half()`` or from the default
-                dtype. Boxes and positions need at least float32.
+            TypeError: the mask is not bool, or the weights are in float16 or bfloat16, whether because of ``half()`` or of the
+                default dtype. Boxes and positions need at least float32.
             ValueError: a mask of the wrong shape.
         """
         require_bool(padding_mask)

@@ -15,28 +15,28 @@ from cpvt_det.models.queries import QUERY_REGISTRY, ProposedQueries, Queries
 class MixedQueries(BoxPositions, ProposedQueries):
     """Boxes of the encoder's best proposals, with learned content embeddings that are the same for every image.
 
-    The token of a proposal may cover a part of an object, or several objects. Therefore only its box is used by default, not its
-    features.
+    The token of a proposal may cover a part of an object, or several objects. Therefore, by default, only the proposal's box is
+    used, and not the token's features.
 
     Args:
         channels, num_queries, num_logits, prior_probability, nms_threshold, class_proposals, hybrid, denoising: as
             in :class:`ProposedQueries`.
         shared_content: whether all queries share one content embedding, so that the number of queries of a trained model can be
-            changed; ``False`` learns one for each query, of which the best proposal gets the first.
-        refined_positions: whether a network computes the queries' positions anew from the refined boxes at every decoder layer;
+            changed. ``False`` learns one embedding for each query; the best proposal gets the first of them.
+        refined_positions: whether a network computes the queries' positions anew from the refined boxes at every decoder layer.
             ``False`` keeps the positions of the proposals in all layers.
         scaled_positions: whether refined positions are multiplied by a function of the output of the previous decoder layer.
-        token_content: whether the queries' contents are the features of the proposals' tokens, without gradient, instead of being
-            learned.
-        position_sines: whether refined positions are made from the sines of the boxes' coordinates; ``False`` makes them from the
-            coordinates themselves, as in RT-DETR.
+        token_content: whether the queries' contents are the features of the proposals' tokens, without gradient. Otherwise, the
+            contents are learned.
+        position_sines: whether refined positions are computed from sines and cosines of the boxes' coordinates. ``False``
+            computes them from the coordinates themselves, as in RT-DETR.
 
-    Positions are relative to the unpadded image. In DINO's code they are relative to the padded map of the finest level, which
-    makes a prediction depend on the batch. Without padding, the two are the same.
+    Positions are relative to the unpadded image. In DINO's code, positions are relative to the padded map of the finest level, so
+    that a prediction depends on the rest of its batch. Without padding, both are the same.
 
     Raises:
-        ValueError: as in :class:`ProposedQueries`; ``scaled_positions``, or ``position_sines`` False, without
-            ``refined_positions``; ``shared_content`` together with ``token_content``.
+        ValueError: as in :class:`ProposedQueries`. Also if ``scaled_positions`` is set, or ``position_sines`` is False, without
+            ``refined_positions``, and if ``shared_content`` and ``token_content`` are both set.
 
     Source: arXiv 2203.03605, section 3.4, and IDEA-Research/DINO ``deformable_transformer.py``; without refined positions,
     HDETR/H-Deformable-DETR. Refined positions follow arXiv 2201.12329, section 4.2; scaled positions and token contents follow the

@@ -2,7 +2,7 @@
 """Necks, which turn a backbone's maps into the features of the transformer's levels.
 
 Place in the pipeline: after ``models/backbones/``, before the encoder. The features that the encoder receives are zero under the
-padding; layers that mix cells mask their own inputs.
+padding. Layers that mix cells mask their own inputs.
 """
 
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ class ProjectionNeck(nn.Conv2d):
 
 @NECK_REGISTRY.register_as("multi_level")
 class MultiLevelNeck(nn.ModuleList):
-    """Deformable-DETR's neck: a 1x1 convolution per backbone map, and 3x3 convolutions of stride 2 that make each further level.
+    """Deformable-DETR's neck: a 1x1 convolution for each backbone map, and a 3x3 convolution of stride 2 for each further level.
 
     Args:
         map_channels: channels of the backbone's maps, all of which are used.

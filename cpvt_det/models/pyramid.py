@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The neck for backbones with a single map, from which it makes levels of several strides."""
+"""The neck for backbones with a single map. It makes levels of several strides from this map."""
 
 from collections.abc import Sequence
 
@@ -24,7 +24,7 @@ class SimplePyramid(nn.ModuleList):
         first_stride: stride of the finest level, a power of 2.
 
     Raises:
-        ValueError: a first stride that is not a power of 2, or that would take more than four deconvolutions to reach.
+        ValueError: the first stride is not a power of 2, or more than four deconvolutions would be needed to reach it.
 
     Source: arXiv 2203.16527, section 3 and appendix A.2; norms are over the channels of each cell.
     """
@@ -47,7 +47,7 @@ class SimplePyramid(nn.ModuleList):
 
 
 class _Level(nn.Module):
-    """One level. Its layers that look across cells get inputs that are zero under the padding.
+    """One level. If a layer looks across cells, its input is set to zero under the padding.
 
     Args:
         width: channels of the map.
@@ -69,7 +69,7 @@ class _Level(nn.Module):
         self.norm2 = _ChannelNorm(channels)
 
     def forward(self, x: Tensor, padding_mask: Tensor, mask: Tensor) -> Tensor:
-        """The map (B, C', H, W), the mask of the images and that of the level -> (B, C, H_l, W_l)."""
+        """The map (B, C', H, W), the mask of the images and the mask of the level -> (B, C, H_l, W_l)."""
         if self.pool > 1:
             if has_padding(padding_mask):
                 x = x.masked_fill(level_padding_mask(padding_mask, self.map_stride)[:, None], -torch.inf)

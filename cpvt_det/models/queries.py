@@ -45,16 +45,16 @@ class Queries:
         positions: (B, Q, C) float.
         references: (B, Q, 2) points or (B, Q, 4) boxes, cxcywh, in [0, 1] of the unpadded image; ``None`` where the decoder
             attends to all tokens.
-        proposals: logits (1, B, N, K') and boxes (1, B, N, 4) of all tokens, or of the chosen ones only; ``None`` if the queries
-            were not chosen from tokens.
+        proposals: logits (1, B, N, K') and boxes (1, B, N, 4) of all tokens, or only of the chosen tokens. ``None`` if the
+            queries were not chosen from tokens.
         attention_mask: (Q, Q) float, added to the scores of the queries' self-attention; -inf where a query must not see another.
             ``None`` lets all queries see each other.
         num_denoising: number of denoising queries. They come first, and exist only in training, for the loss.
-        objects: (B, ``num_denoising``) int64, index of the target that each denoising query stands for; -1 if it stands for none,
-            as a negative does.
+        objects: (B, ``num_denoising``) int64, index of the target that each denoising query stands for. -1 if it stands for no
+            target, as negatives do.
         groups: number of times that each target occurs in ``objects``.
-        num_hybrid: number of queries of the hybrid branch. They come last and exist only in training. The loss matches each object
-            with several of them.
+        num_hybrid: number of queries of the hybrid branch. These queries come last and exist only in training. The loss matches
+            each object with several of them.
         place: function that takes the (B, Q, 4) boxes corrected by a decoder layer and the (B, Q, C) queries that it decoded, and
             returns the (B, Q, C) positions in the next layer; ``None`` leaves positions unchanged.
     """
@@ -98,7 +98,7 @@ class Queries:
 
 
 class QueryEmbedding(nn.Embedding):
-    """DETR's queries: each has a learned position, which is the same for every image, and a content that is zero at first.
+    """DETR's queries. Each query has a learned position, which is the same for every image, and a content that is zero at first.
 
     Args:
         channels: C.
@@ -153,7 +153,7 @@ def learned_queries(channels: int, num_queries: int, needs_references: bool) -> 
 
 @QUERY_REGISTRY.register_as("proposals")
 class ProposedQueries(nn.Module):
-    """Every token of the memory proposes a box; the proposals that look most like objects become the queries.
+    """Every token of the memory proposes a box. The proposals that look most like objects become the queries.
 
     Objectness is learned on the logits of class 0. The decoder predicts the classes.
 
@@ -162,12 +162,13 @@ class ProposedQueries(nn.Module):
         num_queries: Q.
         num_logits: K'.
         prior_probability: initial probability of an object.
-        nms_threshold: a proposal whose intersection over union with a better one exceeds this is chosen only after all others (as
-            in arXiv 2212.06137). 1 switches this off.
-        class_proposals: whether proposals have classes and are chosen by the score of their best class. The loss then sees only the
-            chosen ones, as in DINO's code.
+        nms_threshold: if a proposal's intersection over union with a better proposal exceeds this threshold, the proposal is
+            chosen only after all others (as in arXiv 2212.06137). 1 switches this off.
+        class_proposals: whether proposals have classes and are chosen by the score of their best class. The loss then sees only
+            the chosen proposals, as in DINO's code.
         hybrid: number of additional training-only queries, made from the next-best proposals. The loss matches each object with
-            several of them. They and the other queries do not see each other (arXiv 2207.13080, section 3).
+            several of these queries. The additional queries and the other queries do not see each other (arXiv 2207.13080,
+            section 3).
         denoising: module that puts training-only queries before the others, such as
             :class:`cpvt_det.models.denoising.ContrastiveDenoising` (in a config, its number of pairs per image); ``None`` for no
             such queries.
@@ -221,8 +222,8 @@ class ProposedQueries(nn.Module):
             targets: targets of the B images, in training. Without them, there are no training-only queries.
 
         Returns:
-            Q queries per image; if there are fewer than Q tokens, empty tokens are added. In training, denoising queries come
-            before these, and the queries of the hybrid branch after them.
+            Q queries per image. If there are fewer than Q tokens, empty tokens are added. In training, denoising queries come
+            before the Q queries, and the queries of the hybrid branch come after them.
         """
         learning = self.training and targets is not None
         hybrid = self.hybrid if learning else 0
@@ -264,7 +265,9 @@ class ProposedQueries(nn.Module):
         return self.pos_trans_norm(self.pos_trans(sines_of_boxes(boxes, self.channels // 2)))
 
     def _choose(self, logits: Tensor, boxes: Tensor | None, count: int) -> Tensor:
-        """Indices (B, ``count``) of the chosen tokens, the best first, by (B, N', K') logits and, for NMS, (B, N', 4) boxes."""
+        """Indices (B, ``count``) of the chosen tokens, the best first. The choice is by (B, N', K') logits and, for NMS, (B, N',
+        4) boxes.
+        """
         logits = logits.detach()
         scores = logits.amax(-1) if self.class_proposals else logits[..., PROPOSAL_LABEL]
         if self.nms_threshold == 1:
@@ -273,8 +276,10 @@ class ProposedQueries(nn.Module):
         return nms_topk(boxes, scores, scores == PADDED_LOGIT, self.nms_threshold, count)
 
     def _score(self, memory: Tensor, levels: Levels, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute what proposals are made from: tokens (B, N', C), logits (B, N', 4) of the boxes that proposals start from, and
-        the proposals' own logits (B, N', K'). N' is max(N, ``count``), so that ``count`` proposals can be chosen."""
+        """Compute three things that proposals are made from: tokens (B, N', C), the boxes that proposals start from, as logits
+        (B, N', 4), and the class logits of the proposals (B, N', K'). N' is max(N, ``count``), so that ``count`` proposals can be
+        chosen.
+        """
         missing = count - memory.shape[1]
         # An exported program takes any number of tokens; torch 2.9 cannot compile sym_max of plain numbers.
         missing = torch.sym_max(0, missing) if isinstance(missing, torch.SymInt) else max(0, missing)
@@ -299,13 +304,13 @@ def sines_of_boxes(boxes: Tensor, channels: int) -> Tensor:
         channels: number of sines and cosines per number of a box, even.
 
     Returns:
-        (..., 4 ``channels``): all values of one number of the box, then those of the next.
+        (..., 4 ``channels``): all values of one number of the box, then all values of the next number.
     """
     return sines(boxes * (2 * math.pi), channels).flatten(-2)
 
 
 def _with_hybrid(queries: Queries, count: int) -> Queries:
-    """Make the last ``count`` queries the hybrid branch: these and the other queries do not see each other."""
+    """Make the last ``count`` queries the hybrid branch. The queries of this branch and the other queries do not see each other."""
     total = queries.content.shape[1]
     mask = queries.content.new_zeros(total, total)
     mask[-count:, :-count] = mask[:-count, -count:] = -math.inf

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RT-DETR and D-FINE: a hybrid encoder, queries from its best proposals, a decoder that refines their boxes.
+"""RT-DETR and D-FINE: a hybrid encoder, queries from the encoder's best proposals, and a decoder that refines their boxes.
 
 Place in the pipeline: the parts that ``models/detector.py`` calls.
 """
@@ -31,11 +31,11 @@ class RealTimeDETR(Detector):
         prior_probability: initial probability of every class.
         pixel_mean, pixel_std: mean and standard deviation per channel, in pixel values from 0 to 255.
         frozen: names of parts that are not trained, as in :meth:`Detector.freeze`.
-        queries: query source; ``None`` for :class:`MixedQueries` whose contents and classes come from the proposals' tokens.
+        queries: query source. ``None`` for :class:`MixedQueries`, with contents and classes from the proposals' tokens.
 
     Raises:
         UnknownNameError: a name in ``frozen`` that matches no part.
-        ValueError: no queries, or a different number of levels in the encoder than in the neck.
+        ValueError: there are no queries, or the encoder and the neck have different numbers of levels.
 
     Source: arXiv 2304.08069, arXiv 2407.17140 (RT-DETRv2), arXiv 2410.13842 (D-FINE).
     """

@@ -37,9 +37,10 @@ def ms_deform_attn(
 ) -> Tensor:
     """Sum bilinear samples of the value maps for every query and head, each multiplied by its attention weight.
 
-    A location ``x`` lies at pixel ``x * W_l - 0.5`` of its level, so that 0 and 1 are the outer borders of the map; samples outside
-    read zero. Sums are computed in at least float32. On the CPU, inputs in half precision are computed in float32, and so are all
-    inputs under autocast. If ``torch.use_deterministic_algorithms`` is on, the backward pass is deterministic.
+    A location ``x`` lies at pixel ``x * W_l - 0.5`` of its level, so that 0 and 1 are the outer borders of the map. Samples
+    outside the map are zero. Sums are computed in at least float32. On the CPU, inputs in half precision are converted to
+    float32, and so are all inputs under autocast. If ``torch.use_deterministic_algorithms`` is on, the backward pass is
+    deterministic.
 
     Args:
         value: (B, N, M, D) float, the maps of all levels one after another, row by row; D is the width of one head.
@@ -48,19 +49,19 @@ def ms_deform_attn(
             precision.
         attention_weights: (B, Q, M, L, P), in value's dtype, or float32 if value is in half precision.
         implementation: ``numba`` (CPU), ``triton`` (CUDA), ``eager`` (pure PyTorch, any device), ``export`` (plain aten operators,
-            which accept symbolic shapes), ``grid_sample`` (torch's operator of that name, for inference), or ``auto``: ``export``
-            during ``torch.export``, else the device's fused implementation if it is available, else ``eager``.
+            which accept symbolic shapes), ``grid_sample`` (torch's operator of that name, for inference), or ``auto``. During
+            ``torch.export``, ``auto`` chooses ``export``. Otherwise, it chooses the device's fused implementation if there is
+            one, and else ``eager``.
 
     Returns:
         (B, Q, M * D) in value's dtype. A query with a NaN location gives NaN. An infinite location gives NaN on a CPU, and counts
-        as outside on a GPU. For ``grid_sample``, NaN and infinite locations count as outside.
+        as outside the map on a GPU. For ``grid_sample``, NaN and infinite locations both count as outside.
 
     Raises:
-        ValueError: shapes that disagree, levels without pixels, no points, tensors on different devices, or an implementation for
-            another device.
-        TypeError: an argument that is not a tensor, dtypes that are not float or do not match, or level shapes that are not
-            integers.
-        ImportError: an implementation whose package cannot be imported.
+        ValueError: shapes disagree, a level has no pixels, there are no points, tensors are on different devices, or the
+            implementation is for another device.
+        TypeError: an argument is not a tensor, dtypes are not float or do not match, or level shapes are not integers.
+        ImportError: the package that the implementation needs cannot be imported.
         UnknownNameError: an unknown implementation.
 
     Source: arXiv 2010.04159, equation 3; fundamentalvision/Deformable-DETR ``models/ops``.
@@ -94,7 +95,9 @@ def _choose(device_type: str) -> str:
 
 @functools.cache
 def _kernels(implementation: str) -> ModuleType | Exception:
-    """The module of a fused implementation, or the error of its import. Imports are slow, so they are put off until first use."""
+    """The module of a fused implementation, or the error that importing it raised. Imports are slow, so a module is imported only
+    when it is first needed.
+    """
     try:
         with no_garbage_collection():
             module = importlib.import_module(f"cpvt_det.ops.deformable_{implementation}")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Deformable attention in pure PyTorch: for devices without one of our kernels, and for exported programs.
 
-The first two functions sum the four rows of ``value`` around each sample, weighted by distance; a row outside the map counts as
-zero. The third leaves this to torch's own operator.
+The first two functions sum the four rows of ``value`` around each sample, weighted by distance. A row outside the map counts as
+zero. The third function leaves this sum to torch's own operator.
 """
 
 import torch
@@ -33,7 +33,9 @@ def gather_attention(value: Tensor, level_shapes: LevelShapes, locations: Tensor
 
 
 def grid_sample_attention(value: Tensor, level_shapes: LevelShapes, locations: Tensor, weights: Tensor) -> Tensor:
-    """``ms_deform_attn`` computed by ``grid_sample``, for runtimes with a kernel for it; NaN locations count as outside the map."""
+    """``ms_deform_attn`` computed by ``grid_sample``, for runtimes that have a kernel for ``grid_sample``. NaN locations count as
+    outside the map.
+    """
     dtype = torch.promote_types(value.dtype, torch.float32)
     maps = value.to(dtype).permute(0, 2, 3, 1).flatten(0, 1)  # (B, N, M, D) -> (B * M, D, N)
     grids = (2 * locations.to(dtype) - 1).transpose(1, 2).flatten(0, 1)  # -> (B * M, Q, L, P, 2), [-1, 1] of the map
@@ -70,8 +72,9 @@ def _corners(shape: torch.Size, level_shapes: LevelShapes, locations: Tensor, we
 
 
 def _level_columns(level_shapes: LevelShapes, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Heights, widths and first tokens of the levels, (L, 1) int64 each. They are made by ``full``, which accepts symbolic numbers
-    and needs no copy."""
+    """Heights, widths and first tokens of the levels, (L, 1) int64 each. ``full`` makes these tensors, because it accepts
+    symbolic numbers and needs no copy.
+    """
     heights, widths = zip(*level_shapes, strict=True)
     first = [0]
     for height, width in level_shapes[:-1]:

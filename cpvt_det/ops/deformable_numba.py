@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU kernels of deformable attention: one pass forward, one pass backward, nothing stored between the two.
+"""The CPU kernels of deformable attention: one pass forward, one pass backward, and nothing is stored between the two.
 
-The channels of one head at one token are one record, so that the width of a head is part of an array's type. A kernel is
-compiled for this width at first use and cached on disk. Records are added and multiplied by the processor's vector instructions.
-Sums over channels may be reordered; apart from that, the compiler must keep to exact floating-point arithmetic.
+The channels of one head at one token are one record, so that the width of a head is part of an array's type. A kernel is compiled
+for this width at first use and cached on disk. The processor's vector instructions add and multiply whole records. The compiler
+may reorder sums over channels; apart from that, it must follow the rules of floating-point arithmetic exactly.
 
 The forward pass is divided among threads by query and the backward pass by head, so that no two threads add to the same number.
 Results do not depend on the number of threads.
@@ -98,7 +98,9 @@ def _dot(typing, xs, row, values, other):
 
 @inlined
 def _pull(out, row, value, a, right, down, inside, x, y, weight, one):
-    """out[row] += weight * the sample between records a, a + right, a + down and a + down + right; those outside are left out."""
+    """out[row] += weight * the sample between records a, a + right, a + down and a + down + right. Records outside the map are
+    left out.
+    """
     w0, w1 = (one - y) * weight, y * weight
     if inside[0] and inside[1] and inside[2] and inside[3]:
         rows = a, a + right, a + down, a + down + right
@@ -260,7 +262,9 @@ def backward(
 
 
 def _is_head_major(value: Tensor, num_queries: int) -> bool:
-    """Whether to copy the maps so that each head is contiguous. It pays with many queries: a cache holds M times more of a head."""
+    """Whether to copy the maps so that each head is contiguous. The copy pays off if there are many queries, because a cache then
+    holds M times as much of a head.
+    """
     return 2 * num_queries >= value.shape[1] and value.shape[2] > 1
 
 

@@ -4,17 +4,17 @@
 The module can be imported without Triton, which only ``forward`` and ``backward`` need. All kernels share this design:
 
 - A program handles one head of one image, and a tile of neighbouring queries times the head's D channels. A corner is then read
-  as one coalesced row, 16 bytes per thread where D allows it. Queries that are neighbours on the map sample neighbouring pixels,
-  so they use the same lines of one L1 cache. Heads vary fastest over the grid, so that concurrent programs read one band of each
-  level in whole lines of M * D values.
-- Levels are unrolled, points are not. With all L * P = 16 points unrolled, the forward took 244 registers on sm_90. With a loop
+  as one coalesced row, with 16 bytes per thread where D allows it. Queries that are neighbours on the map sample neighbouring
+  pixels, so they use the same lines of one L1 cache. Heads vary fastest over the grid, so that programs that run at the same time
+  read one band of each level in whole lines of M * D values.
+- Levels are unrolled, but points are not. With all L * P = 16 points unrolled, the forward took 244 registers on sm_90. With a loop
   over the points it takes 48, and five times as many warps hide the latency of its reads.
-- Level sizes are passed by value: no table on the device, no synchronisation, nothing to keep alive for CUDA graphs. They are
-  passed as floats (exact to 2^24), because Triton compiles a separate kernel for an integer that is 1 or a multiple of 16. The
-  image sizes of one training run would then lead to up to 3^(2 L) kernels.
+- Level sizes are passed by value, so there is no table on the device, no synchronisation, and nothing to keep alive for CUDA
+  graphs. They are passed as floats (exact to 2^24), because Triton compiles a separate kernel for an integer that is 1 or a
+  multiple of 16. The image sizes of one training run would then lead to up to 3^(2 L) kernels.
 - Coordinates and sums are computed in at least float32, whatever dtype is stored. Coordinates are clamped to just outside the
-  level before they become integers, so none can overflow. NaN passes the clamp and fails every bounds test, so nothing is read
-  for it; it reaches the result through the bilinear weights.
+  level before they become integers, so none can overflow. A NaN passes the clamp and fails every bounds test, so nothing is read
+  for it. The NaN still reaches the result, through the bilinear weights.
 
 The file is long because the launches and the three kernels must agree on tiles, cells and arguments.
 
@@ -45,7 +45,7 @@ def is_available() -> bool:
 
 
 def forward(value: Tensor, level_shapes: Sequence[Size], sampling_locations: Tensor, attention_weights: Tensor) -> Tensor:
-    """Sum bilinear samples, zeros outside, over levels and points; pixel centres lie at (i + 0.5) / size.
+    """Sum bilinear samples over levels and points. Samples outside a level are zero, and pixel centres lie at (i + 0.5) / size.
 
     Args:
         value: (B, N, M, C / M) float16, bfloat16, float32 or float64 on a GPU; levels one after another, row by row.
@@ -91,17 +91,17 @@ def backward(
 
     Args:
         grad_output: (B, Q, C), value's dtype.
-        value: as in ``forward``; so are the next three.
+        value: as in ``forward``, like the next three arguments.
         level_shapes: L pairs (H_l, W_l).
         sampling_locations: (B, Q, M, L, P, 2).
         attention_weights: (B, Q, M, L, P).
-        deterministic: whether to sort the samples and sum those of each pixel in that order, instead of by atomic additions, so
-            that equal inputs give bitwise equal results. This takes about 30 bytes more memory per sample, but in half precision
-            it saves the float32 copy of the gradient.
+        deterministic: whether to sort the samples and sum the samples of each pixel in sorted order, instead of using atomic
+            additions. Equal inputs then give bitwise equal results. Sorting takes about 30 bytes more memory per sample, but in
+            half precision it saves the float32 copy of the gradient.
 
     Returns:
-        Gradients of value, sampling_locations and attention_weights, each in the shape and dtype of its tensor. A NaN
-        location adds nothing to the gradient of value; its own gradient and that of its weight are NaN.
+        Gradients of value, sampling_locations and attention_weights, each in the shape and dtype of its tensor. A NaN location
+        adds nothing to the gradient of value. The gradients of the location itself and of its weight are NaN.
     """
     levels, points = attention_weights.shape[-2:]
     value, sampling_locations, attention_weights, grad_output = (
@@ -202,7 +202,9 @@ def _sizes(level_shapes: Sequence[Size]) -> tuple[float, ...]:
 
 
 def _jit(*integers: str) -> Callable:
-    """``triton.jit`` if Triton is installed. ``integers`` names arguments on whose values Triton must not specialise the code."""
+    """``triton.jit`` if Triton is installed. ``integers`` names the arguments for whose values Triton must not specialise the
+    code.
+    """
     return (lambda kernel: kernel) if triton is None else triton.jit(do_not_specialize=integers)
 
 
@@ -235,7 +237,9 @@ def _rows(queries, blocks, M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.c
 
 @_jit()
 def _tile(rows, lanes, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The mask of a tile, from the mask of its rows. It varies by lane only if D is padded, because that prevents vector reads."""
+    """The mask of a tile, from the mask of its rows. The mask varies by lane only if D is padded, because a mask that varies by
+    lane prevents vector reads.
+    """
     mask = rows[:, None]
     if D != BLOCK_D:
         mask = mask & (lanes < D)
@@ -244,7 +248,9 @@ def _tile(rows, lanes, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @_jit()
 def _corners(left, top, height, width, first_token, lanes, M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Offsets of each point's left corners, upper then lower, and masks of its four pixels that exist; for NaN none exist."""
+    """Offsets of each point's left corners, first the upper, then the lower, and masks that say which of its four pixels exist.
+    For NaN, none exist.
+    """
     in_left, in_right = (left >= 0) & (left < width), (left >= -1) & (left < width - 1)
     in_top, in_bottom = (top >= 0) & (top < height), (top >= -1) & (top < height - 1)
     columns = tl.cast(width, tl.int32)
@@ -289,7 +295,7 @@ def _scatter(target, grad, upper, lower, m00, m01, m10, m11, fx, fy, weight, NEX
 
 @_jit()
 def _cell(left, top, height, width, first_cell, no_cell):
-    """The cell of each point, or ``no_cell``, the number after the last cell, for a point in no cell.
+    """The cell of each point. A point that is in no cell gets ``no_cell``, the number after the last cell.
 
     Cells are the (H_l + 1) x (W_l + 1) squares between pixel centres, ordered by image, head, level and row. A point reads the
     four corners of its cell.
@@ -365,7 +371,7 @@ def _backward_kernel(
     BLOCK_D: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
-    """Write gradients of locations and weights; add atomically to grad_value_ptr, or write cells to keys_ptr, all in one loop."""
+    """Write gradients of locations and weights. In the same loop, add atomically to grad_value_ptr, or write cells to keys_ptr."""
     image, head, real, row, lanes = _rows(queries, blocks, M, BLOCK_Q, BLOCK_D)
     grad = tl.load(grad_output_ptr + row[:, None] * D + lanes, mask=_tile(real, lanes, D, BLOCK_D), other=0.0).to(COMPUTE)
     # Results are collected in tiles as wide as a query's samples and stored as whole rows. Stored one by one, they would be
@@ -425,7 +431,9 @@ def _gather_kernel(
     BLOCK_D: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
-    """A pixel's gradient from the samples of its four cells; samples are sorted by cell, so two cells in a row form one segment."""
+    """A pixel's gradient from the samples of its four cells. Samples are sorted by cell, so the samples of two neighbouring cells
+    of a row form one segment.
+    """
     height, width = tl.cast(height, COMPUTE), tl.cast(width, COMPUTE)
     rows, columns = tl.cast(height, tl.int32), tl.cast(width, tl.int32)
     pixel, pair = tl.program_id(0) % (rows * columns), (tl.program_id(0) // (rows * columns)).to(tl.int64)

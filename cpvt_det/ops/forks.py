@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keep torch working after the fork of a process that has already used it, as in ``gunicorn --preload``, Celery or multiprocessing.
 
-A child has none of its parent's threads, and GCC's OpenMP would wait for them forever. So the threads are ended before the fork,
-and parent and child start new ones for their next computation.
+A child has none of its parent's threads, and GCC's OpenMP would wait for these threads forever. So the threads are ended before
+the fork. Parent and child then start new threads for their next computation.
 """
 
 import ctypes

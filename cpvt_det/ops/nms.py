@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order in which proposals are chosen: the best first, and last those that a better one suppresses."""
+"""The order in which proposals are chosen: the best come first, and proposals that a better one suppresses come last."""
 
 import math
 
@@ -16,9 +16,9 @@ SUPPRESSED = 1e3  # subtracted from the scores of boxes suppressed by a better o
 def nms_topk(boxes_xyxy: Tensor, scores: Tensor, padded: Tensor, threshold: float, count: int) -> Tensor:
     """Choose boxes by score; boxes whose intersection over union with a better one exceeds ``threshold`` come last.
 
-    torchvision's operator is first called on only a few boxes, because its time grows with the square of their number. It is called
-    for each image separately, because ``batched_nms`` shifts the boxes of each image, and the rounding then depends on the batch.
-    An exported program uses :func:`nms_topk_exportable`.
+    torchvision's operator is first called on only a few boxes, because its time grows with the square of the number of boxes. It
+    is called for each image separately, because ``batched_nms`` shifts the boxes of each image, and the rounding then depends on
+    the batch. An exported program uses :func:`nms_topk_exportable`.
 
     Args:
         boxes_xyxy: (B, N, 4) float, in any unit.
@@ -44,7 +44,7 @@ def nms_topk(boxes_xyxy: Tensor, scores: Tensor, padded: Tensor, threshold: floa
 def _first_apart(boxes_xyxy: Tensor, order: Tensor, number: int, threshold: float, count: int) -> Tensor:
     """One image's choice: (count,) indices from ``order`` (N,), whose first ``number`` boxes are not padded.
 
-    Whether a box is kept depends only on better ones. If ``count`` boxes are kept among the best, no others need to be examined.
+    Whether a box is kept depends only on better boxes. Once ``count`` boxes are kept, worse boxes need not be examined.
     """
     looked = 0
     kept = order[:0]
@@ -58,9 +58,10 @@ def _first_apart(boxes_xyxy: Tensor, order: Tensor, number: int, threshold: floa
 
 
 def nms_topk_exportable(boxes_xyxy: Tensor, scores: Tensor, padded: Tensor, threshold: float, count: int) -> Tensor:
-    """:func:`nms_topk` in ``count`` steps; each takes the best remaining box and moves the boxes that overlap it to the back.
+    """:func:`nms_topk` in ``count`` steps. Each step takes the best remaining box and moves the boxes that overlap it to the
+    back.
 
-    Whether a box is moved back depends only on better ones, so ``count`` steps give the same result as steps over all boxes. A
+    Whether a box is moved back depends only on better boxes, so ``count`` steps give the same result as steps over all boxes. A
     step needs neither a matrix of all pairs nor shapes that depend on the data.
     """
     sides = boxes_xyxy[..., 2:] - boxes_xyxy[..., :2]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compile and run numba's kernels.
 
-Kernels release the interpreter lock and run in torch's own threads, or in a pool of Python threads if these are not available.
-numba's own threading layers either do not survive a fork or must not be called from two threads at once.
+Kernels release the interpreter lock and run in torch's own threads or, if torch's threads cannot be used, in a pool of Python
+threads. numba's own threading layers either do not survive a fork or must not be called from two threads at once.
 """
 
 import contextlib
@@ -71,7 +71,7 @@ def run(kernel: Callable, arrays: tuple, pieces: list[tuple[int, int]]) -> list:
 
 
 class TorchThreads:
-    """The threads of torch's own OpenMP library, used through the functions to which GCC compiles ``omp parallel``.
+    """The threads of torch's own OpenMP library. They are used through the functions to which GCC compiles ``omp parallel``.
 
     After each parallel section of torch, these threads spin on their cores for milliseconds while they wait for the next one. Any
     additional threads would get only half a core each.
@@ -80,7 +80,7 @@ class TorchThreads:
         library: path of a library that is linked with that OpenMP library.
 
     Raises:
-        OSError, AttributeError: there is no such library, or it lacks those functions.
+        OSError, AttributeError: the library does not exist, or OpenMP's functions are missing from it.
     """
 
     _WORK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -114,7 +114,9 @@ class TorchThreads:
 
 @functools.cache
 def _map_in_threads(process: int) -> Callable[[Callable, list], list]:
-    """A parallel ``map`` for this process. Threads do not survive in a forked child, where OpenMP would wait for them forever."""
+    """A parallel ``map`` for this process. It depends on the process because threads do not survive a fork, and in a child OpenMP
+    would wait for them forever.
+    """
     if process == _PROCESS and is_on("openmp"):
         with contextlib.suppress(OSError, AttributeError):  # torch has other threads here
             return TorchThreads(torch._C.__file__).map

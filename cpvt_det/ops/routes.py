@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The choice of a kernel for each operation on a CPU, by the processor's instruction sets and never by its manufacturer.
 
-``CPVT_DET_WITHOUT=winograd,rows`` in the environment switches off these two routes of this package, so that torch's own code is
-used instead. ``CPVT_DET_WITHOUT=all`` switches off all routes.
+If the environment contains ``CPVT_DET_WITHOUT=winograd,rows``, for example, these two routes are switched off, and torch's own
+code is used instead. ``CPVT_DET_WITHOUT=all`` switches off all routes.
 """
 
 import functools
@@ -52,7 +52,7 @@ def is_on(route: str) -> bool:
     """Whether a route is used on this processor and is not switched off.
 
     Raises:
-        ConfigError: a name in the variable that is not in :data:`ROUTES`.
+        ConfigError: the variable contains a name that is not in :data:`ROUTES`.
     """
     has_library = route in OWN or torch.backends.mkldnn.is_available()
     return not {route, ALL} & set(_left_out()) and has_library and instructions().startswith(ROUTES[route])
@@ -62,7 +62,7 @@ def is_all_left_out() -> bool:
     """Whether every route is switched off.
 
     Raises:
-        ConfigError: a name in the variable that is not in :data:`ROUTES`.
+        ConfigError: the variable contains a name that is not in :data:`ROUTES`.
     """
     return ALL in _left_out()
 
@@ -79,7 +79,8 @@ def instructions() -> str:
     """torch's name for the instruction set it uses, or :data:`IN_HALVES` if AVX-512 runs in two steps on 256-bit units.
 
     Such a processor is recognised by its instruction sets: it has AVX-512's bf16 products, and none of :data:`OF_WIDE_UNITS`. Two
-    kinds are misjudged: Intel's Cooper Lake (2020), whose units have full width, and AMD's Zen 5 for laptops, whose units do not.
+    kinds are misjudged: Intel's Cooper Lake (2020), whose units have the full width, and AMD's Zen 5 for laptops, whose units
+    have only half of it.
     """
     own = torch.backends.cpu.get_cpu_capability()
     flags = _flags() if own.startswith("AVX512") else {}
@@ -97,8 +98,9 @@ def _flags() -> dict[str, bool]:
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether a tensor is a plain CPU tensor of torch that is not being traced, compiled or transformed by ``torch.func``, while no
-    dispatch mode counts or fakes operations."""
+    """Whether a tensor is a plain CPU tensor of torch that is not being traced, compiled or transformed by ``torch.func``, and no
+    dispatch mode is active that counts or fakes operations.
+    """
     if torch.compiler.is_compiling() or x.device.type != "cpu" or type(x) not in (Tensor, nn.Parameter):
         return False
     is_watched = torch.jit.is_tracing() or _get_current_dispatch_mode() is not None

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A guard for strided 1x1 convolutions with few channels: oneDNN writes past its memory when computing their weight's gradient."""
+"""A guard for strided 1x1 convolutions with few channels, because oneDNN writes past its memory when it computes the gradient of
+their weight.
+"""
 
 import copy
 from collections.abc import Sequence
@@ -19,7 +21,8 @@ Source: oneDNN ``jit_avx512_common_1x1_convolution.cpp`` (``rp.ws``), ``jit_uni_
 
 
 def guard_strided_1x1(network: nn.Module) -> None:
-    """Change strided 1x1 convolutions with few channels (:data:`NARROW`), in place, so that they skip the cells first.
+    """Change strided 1x1 convolutions with few channels (:data:`NARROW`), in place, so that they first drop the cells that the
+    stride skips.
 
     Only the ``forward`` of a convolution is replaced; its class, attributes, parameters and hooks stay.
 

@@ -33,8 +33,8 @@ WRAPPERS = {
 
 @dataclass
 class Plug:
-    """What ``add_peg`` has done: the changes to undo, and the layers that have a PEG. It is stored as ``_peg_plug`` in the layers'
-    owner."""
+    """A record of what ``add_peg`` has done: the changes to undo, and the layers that have a PEG. It is stored as ``_peg_plug`` in
+    the module that owns the layers."""
 
     undo: list[Any]
     layers: list[nn.Module]
@@ -56,7 +56,7 @@ def add_peg(
         after: index or name of the layers; for a backbone with named maps, names of the maps.
         position: ``keep``, or ``replace`` to remove the encoding that the model has at this place.
         weights: source of the PEGs' weights: a folder of ``save_pretrained``, a file, or a state dict.
-        grid: (H, W) of the tokens, only for ``nn.TransformerEncoder``, which does not know it; to change it later, set
+        grid: (H, W) of the tokens, only for ``nn.TransformerEncoder``, which does not know its grid. To change the grid later, set
             ``encoder.peg_grid``.
         share_levels: whether one PEG serves all levels of a multi-level encoder, instead of one per level.
         peg_options: options of :class:`~cpvt_det.position.peg.PEGDetection`; the default is ``zero_init=True``, so that no output
@@ -239,7 +239,7 @@ def _required_plugs(model: nn.Module) -> list[tuple[nn.Module, Plug]]:
 
 
 def _named_pegs(model: nn.Module) -> list[tuple[str, PEGDetection]]:
-    """(name in the model, PEG) of the PEGs that ``add_peg`` put there."""
+    """Pairs (name in the model, PEG) of the PEGs that ``add_peg`` added."""
     ours = {peg for _, plug in _required_plugs(model) for layer in plug.layers for peg in layer.peg.modules()}
     return [(name, peg) for name, peg in model.named_modules() if peg in ours and isinstance(peg, PEGDetection)]
 
@@ -260,7 +260,7 @@ def _forget_compiled() -> None:
 
 
 def _load(model: nn.Module, weights: str | Path | Mapping[str, Any]) -> None:
-    """Load the PEGs' weights: all of them and no others."""
+    """Load weights that must fit the PEGs one to one."""
     origin = "the given weights" if isinstance(weights, Mapping) else str(weights)
     found = {key: value for key, value in _read(weights).items() if ".peg." in f".{key}"}
     state = model.state_dict()

@@ -17,8 +17,8 @@ from cpvt_det.plug.hooks import AttributeOverride, GridAndMask, PlugError, ZeroA
 
 
 class Family:
-    """A family, with the default values: layers of (B, N, C) tokens without a mask; the grid is in the arguments of a layer's
-    call."""
+    """A family of models. The defaults describe layers with (B, N, C) tokens and no mask, whose calls have the grid among the
+    arguments."""
 
     name: str
     classes: tuple[str, ...]
@@ -46,11 +46,11 @@ class Family:
         return None
 
     def prefix(self, owner: nn.Module) -> int:
-        """Number of class and register tokens before those of the grid."""
+        """Number of class and register tokens before the tokens of the grid."""
         return 0
 
     def windows(self, owner: nn.Module) -> int:
-        """Number of windows per side, if each window is an element of the layer's batch; 1 without windows."""
+        """Number of windows per side, for layers that treat each window as an element of the batch; 1 without windows."""
         return 1
 
     def window_shape(self, shape: Size, windows: int) -> Size:
@@ -213,7 +213,8 @@ class DetrexDeformableDETR(DeformableDETR):
 
 
 class HuggingFaceDETR(Family):
-    """A layer receives only the attention's mask, (B, 1, N, N) or none; the position embedding receives shape and mask."""
+    """A layer receives only the attention mask, (B, 1, N, N) or none, but the position embedding receives the map's shape and
+    mask."""
 
     name = "transformers DETR"
     classes = ("transformers.models.detr.modeling_detr.DetrModel",)

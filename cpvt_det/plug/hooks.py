@@ -36,10 +36,12 @@ class Observer(Protocol):
 
 
 class ForwardContext:
-    """Grid and mask of a forward pass, shared by the hooks of a model, because one module receives them and others need them.
+    """Grid and mask of a forward pass. The hooks of a model share them, because one module receives them and other modules need
+    them.
 
     A layer that is recomputed in the backward pass (gradient checkpointing) reads them after the forward pass has ended. It gets
-    the grid and mask of the last forward pass, so two forward passes cannot be distinguished if both precede the backward pass.
+    the grid and mask of the last forward pass. So if two forward passes precede the backward pass, the layers of the earlier one
+    get the grid and mask of the later one.
     """
 
     def __init__(self) -> None:
@@ -77,7 +79,8 @@ class ForwardContext:
 
 
 def _thread() -> int:
-    """The thread's id; 0 in a compiled graph, which cannot read the id and runs grid and layers as one piece anyway."""
+    """The thread's id; 0 in a compiled graph, which cannot read the id. It does not need the id, because it runs grid and layers as
+    one piece."""
     return 0 if torch.compiler.is_compiling() else threading.get_ident()
 
 
@@ -109,7 +112,8 @@ class ApplyPEG:
     Args:
         family: family of the model: which output contains the tokens, and how to read grid and mask from a call.
         layout: ``BNC``, ``NBC``, ``BHWC`` or ``BCHW``.
-        prefix: number of class and register tokens before those of the grid, or of each window.
+        prefix: number of class and register tokens before the tokens of the grid or, with windows, before the tokens of each
+            window.
         windows: number of windows per side, each of which is an element of the layer's batch.
         context: grid and mask that another module received; ``None`` to read them from the layer's own call.
     """
@@ -238,7 +242,8 @@ def _zeros(value: Any) -> Any:
 
 
 class AttributeOverride:
-    """Another value for a module's attribute, until ``remove()``. A tensor that replaces a parameter becomes a buffer."""
+    """A different value for a module's attribute; ``remove()`` restores the old value. A tensor that replaces a parameter becomes a
+    buffer."""
 
     def __init__(self, module: nn.Module, name: str, value: Any):
         self.module, self.name = module, name
@@ -251,7 +256,8 @@ class AttributeOverride:
             setattr(module, name, value)
 
     def remove(self) -> None:
-        """Restore the old value, at its old place among the parameters and on the device of the others."""
+        """Restore the old value. A parameter gets its old place among the module's parameters, and is put on the device of the
+        other parameters."""
         module, kept = self.module, self.kept
         if isinstance(kept, nn.Parameter):
             if self.name in module._buffers:

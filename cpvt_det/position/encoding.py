@@ -20,8 +20,9 @@ FACTS = ("channels", "num_levels", "num_layers", "num_heads", "ffn_channels")
 
 
 class PositionRegistry(PartRegistry):
-    """Encodings by name. A name of the form ``<one>+<PEG>``, such as ``table+peg_plain``, is the sum of any encoding and a PEG. The
-    options of each are then given under its own name: ``{"table": {"grid": (7, 7)}}``."""
+    """Encodings by name. A name of the form ``<one>+<PEG>``, such as ``table+peg_plain``, stands for the sum of any encoding and
+    a PEG. The options of each of the two are then given under its own name: ``{"table": {"grid": (7, 7)}}``.
+    """
 
     def __contains__(self, name: str) -> bool:
         return super().__contains__(name) or self._is_sum(name)
@@ -63,9 +64,9 @@ class PositionEncoding(nn.Module):
     :meth:`place` and :meth:`feed` inside its layers. Encodings see only an image's tokens, not class and distillation tokens.
 
     Attributes:
-        acts_in_attention: whether :meth:`place` does anything; encoders whose attention does not multiply queries by keys refuse
-            such an encoding.
-        acts_in_ffn: whether :meth:`feed` does anything; deformable encoders refuse such an encoding.
+        acts_in_attention: whether :meth:`place` does anything. Encoders whose attention does not multiply queries by keys refuse
+            encodings for which it does.
+        acts_in_ffn: whether :meth:`feed` does anything. Deformable encoders refuse encodings for which it does.
     """
 
     acts_in_attention = acts_in_ffn = False
@@ -78,8 +79,8 @@ class PositionEncoding(nn.Module):
             padding_masks: masks of the levels, (B, H_l, W_l) bool each, True = padded.
 
         Returns:
-            A map (B, C, H_l, W_l) per level in the features' dtype; or ``None`` to add nothing, which saves a matrix product in
-            every layer.
+            A map (B, C, H_l, W_l) per level in the features' dtype. ``None`` adds nothing, and saves a matrix product in every
+            layer.
         """
         return None
 
@@ -109,8 +110,8 @@ class PositionEncoding(nn.Module):
             layer: the index of the layer.
 
         Returns:
-            Queries and keys in their shape and dtype, and a bias for their scaled products: float, in a shape that broadcasts to
-            (B, M, N, N), or ``None``.
+            Queries and keys in their original shape and dtype, and a bias that is added to their scaled products. The bias is
+            float, in a shape that broadcasts to (B, M, N, N), or ``None``.
         """
         return queries, keys, None
 
@@ -129,14 +130,16 @@ class PositionEncoding(nn.Module):
         return hidden
 
     def acts_after(self, layer: int) -> bool:
-        """Whether :meth:`inject` does anything after this layer; -1 means before the first. Encoders that leave out padded tokens
-        call this."""
+        """Whether :meth:`inject` does anything after this layer; -1 means before the first layer. Encoders that leave out padded
+        tokens call this.
+        """
         return type(self).inject is not PositionEncoding.inject
 
     @property
     def looks_at_padding(self) -> bool:
         """Whether the result of :meth:`inject` for valid tokens depends on padded tokens. If not, an encoder need not compute the
-        padded ones. An encoding of your own that ignores padded tokens may return ``False``."""
+        padded tokens. An encoding of your own that ignores padded tokens may return ``False``.
+        """
         return type(self).inject is not PositionEncoding.inject
 
     def __init_subclass__(cls, **named: Any):
@@ -149,7 +152,7 @@ def require_one_level(level_shapes: Sequence[Size]) -> Size:
     """Return the shape of the only level, for encodings that act inside layers.
 
     Raises:
-        ValueError: more than one level, because the cells of several levels have no common grid.
+        ValueError: there is more than one level. Several levels are refused because their cells have no common grid.
     """
     if len(level_shapes) != 1:
         raise ValueError(f"an encoding inside layers needs one level, whose cells are one grid, got {len(level_shapes)}")
@@ -160,7 +163,7 @@ def channels_per_head(channels: int, num_heads: int, multiple: int = 1) -> int:
     """The channels per head, C / M.
 
     Raises:
-        ValueError: a number of heads that does not divide the channels, or channels per head that are not a multiple of
+        ValueError: the channels are not a multiple of the number of heads, or the channels per head are not a multiple of
             ``multiple``.
     """
     if num_heads < 1 or channels % (num_heads * multiple):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RT-DETR's sine encoding, and the variant in most public code, which differs from it on maps that are not square."""
+"""RT-DETR's sine encoding, and the variant that most public code computes. The two differ on maps that are not square."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,8 @@ from cpvt_det.position.sine import SineEncoding
 
 @register_position("sine_grid")
 class GridSineEncoding(SineEncoding):
-    """Sines and then cosines of a cell's row, followed by those of its column. Rows and columns count from 0 in images of any size.
+    """Sines and then cosines of a cell's row, followed by sines and then cosines of its column. Rows and columns count from 0 in
+    images of any size.
 
     Args:
         channels: C, a multiple of 4.
@@ -50,11 +51,11 @@ class GridSineEncoding(SineEncoding):
 
 @register_position("sine_scrambled")
 class ScrambledSineEncoding(GridSineEncoding):
-    """On square maps, the same encoding. On others, tokens are laid out as if the map had H columns and W rows, so that cells get
-    the positions of other cells.
+    """On square maps, this equals :class:`GridSineEncoding`. On other maps, tokens are laid out as if the map had H columns and W
+    rows, so that cells get the positions of other cells.
 
-    It is for comparison only: this is what lyuwenyu/RT-DETR, Peterande/D-FINE and code derived from them compute. Here, H and W
-    count only an image's own cells, so that padding changes nothing.
+    It is for comparison only: this is what lyuwenyu/RT-DETR, Peterande/D-FINE and code derived from them compute. In this
+    implementation, H and W count only an image's own cells, so that padding changes nothing.
 
     Args:
         channels: C, a multiple of 4.

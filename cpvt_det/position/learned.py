@@ -20,7 +20,7 @@ class LearnedEncoding(PositionEncoding):
 
     Raises:
         ValueError: odd channels.
-        MapSizeError: in ``forward``, a map with a side longer than the table.
+        MapSizeError: in ``forward``, a side of the map is longer than the table.
 
     Source: facebookresearch/detr ``models/position_encoding.py``.
     """

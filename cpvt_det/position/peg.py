@@ -16,21 +16,21 @@ from cpvt_det.position.encoding import PositionEncoding, register_position
 class PEGDetection(nn.Module):
     """A depthwise convolution that tells every token where the border is, and thereby its own position.
 
-    It computes ``tokens + ReLU(norm(conv(tokens)))`` on the map of the tokens, with zero padding and no bias; padded tokens are
-    returned unchanged. A 3x3 kernel has 9 C weights, in addition to those of the norm.
+    It computes ``tokens + ReLU(norm(conv(tokens)))`` on the map of the tokens, with zero padding and no bias. Padded tokens are
+    returned unchanged. A 3x3 kernel has 9 C weights, in addition to the weights of the norm.
 
     Args:
         channels: C.
         kernel_size: k, odd.
         norm: ``BN``, ``SyncBN``, ``GN`` or ``none``.
         mask_input: whether to zero the padded tokens before the convolution and leave them out of the norm's statistics, so that
-            an image's tokens do not depend on its padding. ``False`` computes what the authors' code does: padded tokens leak into
-            their neighbours and into the statistics, and only the outputs at padded tokens are restored.
+            an image's tokens do not depend on its padding. With ``False``, padded tokens leak into their neighbours and into the
+            statistics, as in the authors' code; only the tokens in the padding are restored afterwards.
         zero_init: whether to multiply the branch by a learned scale per channel that starts at 0, so that a PEG added to a trained
             model does not change its outputs at first. The scale comes after the activation, because a zero before the ReLU would
             have no gradient.
-        plain: whether to use the form of CPVT's classifiers: a bias in the convolution and no ReLU, to be combined with the norm
-            ``none``; 10 C weights.
+        plain: whether to use the form of CPVT's classifiers, in which the convolution has a bias and there is no ReLU. It should
+            be combined with the norm ``none``. It has 10 C weights.
 
     Raises:
         ValueError: a kernel size that is not odd and positive, or fewer than one channel.
@@ -65,7 +65,8 @@ class PEGDetection(nn.Module):
             self.register_parameter("scale", None)
 
     def forward(self, tokens: Tensor, padding_mask: Tensor, *level_shapes: Size) -> Tensor:
-        """Add the encoding to the tokens of one or several maps. Each map is convolved separately; the norm covers all of them.
+        """Add the encoding to the tokens of one or several maps. Each map is convolved separately, and the norm covers all maps
+        together.
 
         Args:
             tokens: (B, N, C) float, row by row, the levels one after another.
@@ -130,7 +131,7 @@ class PEGDetection(nn.Module):
             This module, without a norm and with a bias in its convolution.
 
         Raises:
-            ValueError: in training mode, or with a norm whose statistics depend on the input (GN).
+            ValueError: the module is in training mode, or it has a norm whose statistics depend on the input (GN).
         """
         self.check_foldable()
         if isinstance(self.norm, NoNorm):
@@ -166,11 +167,12 @@ class PEGEncoding(PositionEncoding):
         channels: C.
         num_levels: L.
         num_layers: number of encoder layers, which limits ``positions``.
-        additive: function that builds the other encoding from the channels; ``None``: no other encoding.
-        peg: function that builds one PEG from the channels and the last four arguments: :class:`PEGDetection` or one of
-            ``studies/ablations.py``.
+        additive: function that builds the other encoding from the channels; ``None`` for no other encoding.
+        peg: function that builds one PEG from the channels and the last four arguments. It is :class:`PEGDetection` or a function
+            of ``studies/ablations.py``.
         positions: the layers after which a PEG acts; -1 means before the first layer. The default, 0, is CPVT's choice.
-        share_levels: whether all levels share one PEG at each position, with a norm over all of them, instead of having a PEG each.
+        share_levels: whether all levels share one PEG at each position, whose norm covers all levels. Otherwise, each level has
+            its own PEG.
         kernel_size: side of the convolution's kernel, odd.
         norm: norm after the convolution: BN, SyncBN, GN or none.
         mask_input: whether to keep padded tokens out of the convolution and the norm's statistics; ``False`` includes them, as the
@@ -178,7 +180,7 @@ class PEGEncoding(PositionEncoding):
         zero_init: whether to start as the identity, so that the encoding can be added to a trained model.
 
     Raises:
-        ValueError: positions outside [-1, ``num_layers`` - 1], repeated positions, or no position.
+        ValueError: there is no position, a position is outside [-1, ``num_layers`` - 1], or a position is repeated.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A depthwise convolution inside the feed-forward network of every layer, which is where GTR applies the idea of PEG."""
+"""A depthwise convolution inside the feed-forward network of every layer. GTR applies the idea of PEG at this place."""
 
 from collections.abc import Sequence
 
@@ -25,7 +25,7 @@ class FeedForwardPEGEncoding(PositionEncoding):
     Raises:
         ValueError: a kernel size that is not odd and positive, or in ``feed`` more than one level.
 
-    Source: arXiv 2609.26590 (GTR), where it acts on the gated half of a SwiGLU, on square maps.
+    Source: arXiv 2609.26590 (GTR). There, the convolution acts on the gated half of a SwiGLU, on square maps.
     """
 
     def __init__(

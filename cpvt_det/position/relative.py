@@ -12,7 +12,8 @@ from cpvt_det.position.encoding import PositionEncoding, channels_per_head, regi
 
 @register_position("relative")
 class RelativeEncoding(PositionEncoding):
-    """Compares each query with a key plus two learned vectors: one for the offset between their rows, one for that between columns.
+    """Compares each query with the sum of a key and two learned vectors, one for the offset between their rows and one for the
+    offset between their columns.
 
     The product is ``q . (k + rows[dy] + columns[dx])``, scaled as usual. The heads of a layer share its tables.
 
@@ -25,7 +26,7 @@ class RelativeEncoding(PositionEncoding):
     Raises:
         ValueError: a number of heads that does not divide the channels, or a range below 1.
 
-    Source: arXiv 1803.02155, equation 4 (keys only; nothing is added to the values), on two axes as in arXiv 1904.09925.
+    Source: arXiv 1803.02155, equation 4, for keys only (nothing is added to the values), and on two axes as in arXiv 1904.09925.
     """
 
     def __init__(self, channels: int, num_layers: int, num_heads: int, range: int = 8):

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary positions: queries and keys are rotated by angles that grow with row and column, so their products depend on offsets."""
+"""Rotary positions: queries and keys are rotated by angles that grow with row and column, so that the product of a query and a
+key depends on the offset between their cells.
+"""
 
 import math
 from collections.abc import Sequence
@@ -82,8 +84,8 @@ class MixedRotaryEncoding(RotaryEncoding):
     Raises:
         ValueError: channels per head that are not a multiple of 4.
 
-    Source: arXiv 2403.13298, section 3.3; initial values as in naver-ai/rope-vit: a random direction per head, and the direction at
-    a right angle to it.
+    Source: arXiv 2403.13298, section 3.3. The initial values are those of naver-ai/rope-vit: a random direction per head, and the
+    direction at a right angle to it.
     """
 
     def __init__(self, channels: int, num_layers: int, num_heads: int, frequency_ratio: float = 10.0):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DETR's sine encoding, and Deformable-DETR's, which is shifted by half a cell."""
+"""DETR's sine encoding, and Deformable-DETR's version, which is shifted by half a cell."""
 
 import functools
 import math
@@ -16,14 +16,15 @@ from cpvt_det.position.encoding import PositionEncoding, register_position
 class SineEncoding(PositionEncoding):
     """Sines and cosines of the row and the column, by default relative to the size of the valid part of the map.
 
-    The computation is in float32, or float64 for float64 features, even under autocast: half precision would round positions.
+    The computation is in float32 even under autocast, because half precision would round positions; for float64 features, it is
+    in float64.
 
     Args:
         channels: C, a multiple of 4; the first half encodes the row, the second the column.
         offset: number added to the cell index, which counts from 1: 0 in DETR, -0.5 in Deformable-DETR.
         temperature: ratio of the longest wavelength to the shortest, in the limit of many channels.
-        normalize: whether to scale angles so that the valid part of the map spans a full turn; ``False`` makes each cell span one
-            radian, whatever the image's size.
+        normalize: whether to scale angles so that the valid part of the map spans a full turn. With ``False``, each cell spans
+            one radian, whatever the image's size.
 
     Raises:
         ValueError: channels that are not a multiple of 4, or a temperature that is not above 0.

@@ -21,8 +21,8 @@ class TableEncoding(PositionEncoding):
     Args:
         channels: C.
         grid: (height, width) of the table; an image with exactly this grid gets the table itself, bit for bit.
-        antialias: whether to interpolate like torch's bicubic interpolation with ``antialias=True``, as timm does; ``False``
-            interpolates without it, as in DeiT's fine-tuning. The results also differ when the table is enlarged.
+        antialias: whether to interpolate like torch's bicubic interpolation with ``antialias=True``, as timm does. ``False``
+            interpolates without antialiasing, as in DeiT's fine-tuning. The results differ even if the table is enlarged.
 
     Raises:
         ValueError: a grid without cells.

@@ -37,7 +37,8 @@ class Found:
         detections: number of detections that passed the threshold.
         best: highest score of all detections; ``None`` if there are none.
         best_name: class of the detection with this score, and name of its image.
-        full: names of images in which every detection that is kept passed the threshold, so that more objects may have been found.
+        full: names of images in which every detection that the model keeps passed the threshold. Without the limit on the number of
+            detections, more objects might have been found.
         limit: number of detections in the first image of ``full``.
     """
 
@@ -215,7 +216,7 @@ def _write_coco(classes: Classes, done: Sequence[InputFile], results: list[dict[
 
 
 def predict_classes(predictor: ClassPredictor, files: Sequence[InputFile], output: Path, batch_size: int, on_bad: str) -> int:
-    """Classify images. Write ``classes.json``, which has for each image its file, and the names and scores of the best classes.
+    """Classify images. Write ``classes.json``, which contains the file of each image, and the names and scores of its best classes.
 
     Args:
         predictor: predictor of a trained classifier.

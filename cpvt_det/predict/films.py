@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read films, cameras and addresses of streams as images, decoded by PyAV, the package ``av``."""
+"""Read the frames of films, cameras and streams. They are decoded by PyAV, the package ``av``."""
 
 import os
 import re
@@ -31,8 +31,8 @@ class Frame(NamedTuple):
 
     Attributes:
         number: number of the frame in the film, from 0.
-        time: time stamp of the frame in seconds, which always increases; with a variable rate, the time at which the frame is
-            shown.
+        time: time stamp in seconds, which increases from frame to frame. If the frame rate varies, it is the time at which the
+            frame is shown.
         pixels: (3, H, W) uint8 RGB, upright.
     """
 
@@ -149,7 +149,7 @@ def _av() -> Any:
 
 
 def _upright(frame: Any) -> Tensor:
-    """A frame's pixels, rotated as the film specifies, because phones may store films on their side."""
+    """A frame's pixels, rotated as the film specifies, because phones may store films turned by 90 degrees."""
     pixels = np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90))
     return torch.from_numpy(pixels.transpose(2, 0, 1).copy())  # (H, W, 3) -> (3, H, W)
 

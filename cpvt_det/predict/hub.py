@@ -68,7 +68,7 @@ class RunFacts:
     Attributes:
         iteration: iteration of the checkpoint; ``None`` if it is unknown.
         images: number of training images; ``None`` if it is unknown.
-        figures: figures of the evaluation at that iteration, by their names in the metrics; empty if there was none.
+        figures: metrics of the evaluation at that iteration, by their names in ``metrics.json``; empty if there was no evaluation.
         picture: picture of detections next to the ground truth; ``None`` if there is none.
     """
 
@@ -79,7 +79,8 @@ class RunFacts:
 
 
 def read_facts(checkpoint: Path | None, with_picture: bool) -> RunFacts:
-    """Read the facts about a checkpoint from it and from its run's files in the same folder; a model folder has no such facts."""
+    """Read the facts about a checkpoint from the checkpoint itself and from the files of its run in the same folder. A model folder
+    has no such facts."""
     if checkpoint is None or not checkpoint.is_file():
         return RunFacts()
     content = read_checkpoint(checkpoint, only_look=True)

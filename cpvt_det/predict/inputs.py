@@ -20,7 +20,7 @@ def read_input(image: ImageInput, channels: str | None = None) -> Tensor:
 
     Args:
         image: path of a file; a PIL image; a tensor (3, H, W) uint8; or an array (H, W), (H, W, 1), (H, W, 3) or (H, W, 4) of uint8
-            or uint16. Transparency is dropped, and of uint16 the high byte is used.
+            or uint16. Transparency is dropped, and from uint16 only the high byte is used.
         channels: order of the channels in arrays and tensors, "rgb" or "bgr". Required for colour arrays; the default of tensors is
             "rgb".
 

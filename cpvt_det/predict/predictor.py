@@ -85,9 +85,9 @@ class Predictor:
         config_file: str = "",
         overrides: Sequence[str] = (),
     ) -> "Predictor":
-        """Load a checkpoint of a run (``model_best.pth``) or a model folder, which contain config, classes and image sizes.
-        Weights of other projects, whose config is derived from their names and shapes, and files of ``cpvt-det export``, ONNX or
-        OpenVINO, are also accepted.
+        """Load a checkpoint of a run (``model_best.pth``) or a model folder, which contain config, classes and image sizes. Two
+        other kinds of files are accepted too: weights of other projects, whose config is derived from their names and shapes, and
+        ONNX or OpenVINO files from ``cpvt-det export``.
 
         Args:
             path: path of the file or folder, or a name that ``cpvt-det weights`` lists. If the run had ``SOLVER.EMA``, the averaged
@@ -128,7 +128,7 @@ class Predictor:
         are fetched once, and no network is needed afterwards.
 
         Args:
-            repo_id: name of public weights, as ``cpvt-det weights`` lists them, name of a repository, ``user/name``, or path of a
+            repo_id: name of public weights, as listed by ``cpvt-det weights``; or name ``user/name`` of a repository; or path of a
                 model folder.
             device: device to run on, as in :meth:`from_checkpoint`.
             overrides: KEY VALUE words, as in :meth:`from_checkpoint`.
@@ -205,7 +205,7 @@ class Predictor:
             tiles: tiles, as in a call of the predictor.
 
         Yields:
-            Number, time and detections of each frame; the detections are the same as for the frame as a single image.
+            Number, time and detections of each frame; the detections are the same as if the frame were a single image.
 
         Raises:
             BadInputError, DataError, RunStoppedError: as for :class:`cpvt_det.predict.films.FilmReader`; if a film breaks off, the
@@ -241,8 +241,8 @@ class Predictor:
         """Upload the model folder to Hugging Face's hub, for :meth:`from_pretrained`, with a model card.
 
         The card lists the classes and explains how to use and train the model. If the model was loaded from a checkpoint in the
-        folder of its run, the card also has the number of training images, the figures of the evaluation at its iteration, and a
-        picture. Local paths and callbacks are removed from the config.
+        folder of its run, the card also has the number of training images, the metrics of the evaluation at the checkpoint's
+        iteration, and a picture. Local paths and callbacks are removed from the config.
 
         Args:
             repo_id: name of the repository, ``user/name``; it is created if it does not exist.
@@ -291,6 +291,6 @@ def _read(image: ImageInput, channels: str | None, index: int) -> torch.Tensor:
 
 
 def _source(image: ImageInput, pixels: torch.Tensor) -> str | torch.Tensor:
-    """The source for drawing the image later; for a file it is the path, because the pixels of many images would fill the
-    memory."""
+    """The source from which the image can be drawn later. For a file it is the path, because the pixels of many images would fill
+    the memory."""
     return os.path.expanduser(image) if isinstance(image, str | os.PathLike) else pixels

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trained model behind the page. For an image file, it returns the detections and, for each, where the decoder looked."""
+"""The trained model that answers the page. For an image file, it returns the detections and, for each detection, where the decoder
+looked."""
 
 import hashlib
 import threading
@@ -63,7 +64,7 @@ class ServedModel:
         self._kept: OrderedDict[bytes, Pass] = OrderedDict()
 
     def detect(self, content: bytes, name: str) -> Pass:
-        """The pass of an image; its detections are equal to those of ``predictor(path)``, bit for bit.
+        """The pass of an image. Its detections equal the result of ``predictor(path)`` bit for bit.
 
         Args:
             content: bytes of an image file.
@@ -91,8 +92,8 @@ class ServedModel:
         Returns:
             For deformable attention, ``kind`` is "points". The result has the ``strides`` of the levels, and each of ``layers`` has
             the ``reference`` (x, y, or centre and size) and ``points`` (x, y, weight, level), whose weights sum to 1. For dense
-            attention, ``kind`` is "heat". Each of ``layers`` has ``rows``, the attention of each cell, averaged over heads, in
-            multiples of uniform attention, and the lower right ``corner`` of the cells.
+            attention, ``kind`` is "heat". Each of ``layers`` has ``rows`` and ``corner``. ``rows`` is the attention to each cell,
+            averaged over heads, in multiples of uniform attention. ``corner`` is the lower right corner of the cells.
 
         Raises:
             BadInputError: a query that the detector does not have.

@@ -2,8 +2,8 @@
 """The page and its two requests, ``/detect`` and ``/look``, over HTTP. Nothing is written, and no file is ever opened.
 
 Every request contains the bytes of its image, so the server stores no images. Pages of other sites cannot use it: requests from
-another origin are refused, and so are requests to a host name that was not allowed. The name is checked because a site can make
-its own name resolve to this machine (DNS rebinding); IP addresses and ``localhost`` are safe from this.
+another origin are refused, and so are requests to a host name that was not allowed. The host name is checked because a site can
+make its own name resolve to this machine (DNS rebinding). This cannot happen with IP addresses and ``localhost``.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ class PageServer(ThreadingHTTPServer):
         host: address or name to listen on.
         port: port to listen on; 0 for a free one.
         max_upload: size of the largest image file in bytes.
-        names: further host names under which the page may be requested, such as that of a proxy.
+        names: further host names under which the page may be requested, such as the name of a proxy.
 
     Raises:
         BadInputError: an address that cannot be listened on, or an invalid host name.
@@ -219,7 +219,7 @@ def _describe(models: Sequence[ServedModel], max_upload: int) -> Json:
 
 
 def _detections(model: ServedModel, content: bytes, name: str, with_pixels: bool) -> Json:
-    """The detections for the page, as [x, y, w, h, score, label, query]; the pixels are those of the model's input, scaled down."""
+    """The detections for the page, as [x, y, w, h, score, label, query]. The pixels are the model's input, scaled down."""
     found = model.detect(content, name)
     low, high = found.detections.boxes_xyxy.double().split(2, dim=1)
     parts = low.tolist(), (high - low).tolist(), found.detections.scores.tolist(), found.detections.labels.tolist(), found.queries

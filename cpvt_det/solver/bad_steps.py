@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detect, on the device, steps whose loss or gradient is not finite; skip them, count them, and log them with their images."""
+"""Detect, on the device, steps whose loss or gradient is not finite. Skip these steps, count them, and log them with their
+images.
+"""
 
 import logging
 from collections.abc import Sequence
@@ -24,7 +26,7 @@ class _Step:
         iteration: number of the iteration.
         images: ids of this process's images.
         finite: (len(images),) bool, whether each image's predictions were finite.
-        bad: () bool, whether the step is skipped; the same in all processes.
+        bad: () bool, whether the step is skipped. All processes have the same value.
     """
 
     iteration: int
@@ -36,9 +38,9 @@ class _Step:
 class NonFiniteGuard:
     """A guard that checks steps and counts the bad ones.
 
-    A step is checked on the device. The host does not wait for the result, but reads it in :meth:`report`. After ``limit`` bad
-    steps in a row, all following steps count as bad too, so that no weights change until the host reads the result and ends the
-    run.
+    A step is checked on the device. The host does not wait for the result, but reads it later, in :meth:`report`. After ``limit``
+    bad steps in a row, all following steps count as bad too, so that no weights change until the host reads the result and ends
+    the run.
 
     Args:
         limit: number of bad steps in a row after which a run ends.
@@ -86,7 +88,7 @@ class NonFiniteGuard:
         """Log the bad steps since the last call. Every process must call it after the same step.
 
         Raises:
-            RunStoppedError: too many bad steps in a row.
+            RunStoppedError: there were too many bad steps in a row.
         """
         steps, self._unreported = self._unreported, []
         if not steps:

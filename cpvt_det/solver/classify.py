@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a classifier's training step adds: Mixup and CutMix on the batch, and a teacher.
 
-Their random numbers come from torch's random state, which the step sets from seed, iteration and process before it calls the model.
+The random numbers come from torch's random state, which the step sets from seed, iteration and process before it calls the model.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,8 +20,8 @@ Teacher = Callable[[Tensor], Tensor]
 
 
 class BatchMixing:
-    """Mixup or CutMix; if both are on, each gets half of the batches. An image is mixed with a randomly chosen one instead of its
-    neighbour in the batch, which may be a copy of the same image (``INPUT.CLASSIFY.REPEATS``).
+    """Mixup or CutMix; if both are on, each is applied to half of the batches. An image is mixed with a randomly chosen image
+    instead of its neighbour in the batch, because the neighbour may be a copy of the same image (``INPUT.CLASSIFY.REPEATS``).
 
     Args:
         num_classes: K.
@@ -50,7 +50,7 @@ class BatchMixing:
             labels: (B,) int64.
 
         Returns:
-            The mixed images, in a different order, and the share of each class in each of them, (B, K) float.
+            The mixed images, in a different order, and the share of each class in each image, (B, K) float.
         """
         if self._mix is None or len(images) < 2:
             return images, F.one_hot(labels, self.num_classes).to(images.dtype)
@@ -66,7 +66,7 @@ class ClassTrainingModel(nn.Module):
         detector: classifier; checkpoints contain its state dict.
         criterion: loss; it has no parameters.
         mixing: Mixup and CutMix.
-        teacher: model to learn from, not a submodule of this one; ``None`` for no teacher.
+        teacher: model to learn from; it is not registered as a submodule. ``None`` for no teacher.
     """
 
     def __init__(self, detector: nn.Module, criterion: ClassCriterion, mixing: BatchMixing, teacher: Teacher | None = None):

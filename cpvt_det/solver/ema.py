@@ -30,7 +30,8 @@ class MovingAverage(AveragedModel):
 
         Args:
             model: model with finite weights.
-            good: () bool on the model's device; if it is False, the average does not change. The host does not wait for its value.
+            good: () bool on the model's device. If it is False, the average does not change. The host does not wait for its
+                value.
         """
         share = torch.where(self.n_averaged == 0, 1.0, 1.0 - self.decay)
         if good is not None:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that a step fits into memory. On the CPU they run before the step, because there the system kills a process that needs too
-much memory, and gives no message.
+"""Checks that a step fits into memory. On a CPU, the checks run before the step, because the system kills a process that needs
+too much memory without any message.
 
 One image of the first batch is passed through the detector, on the canvas of its batch, and the memory that autograd keeps for it
-is measured. All images of a part of the batch are in memory at the same time, so this memory times their number is a lower bound
-for the step. Temporary outputs, gradients, the optimiser and operators' work space come on top of it. Training-only queries are
-counted first, because their attention mask alone may exceed the memory.
+is measured. All images of a part of the batch are in memory at the same time, so the measured memory times the number of images
+is a lower bound for the step. Temporary outputs, gradients, the optimiser and the operators' work space need more memory.
+Training-only queries are counted first, because their attention mask alone may exceed the available memory.
 """
 
 import contextlib
@@ -61,7 +61,7 @@ def out_of_memory_explained(images: int, parts: int) -> Iterator[None]:
 
 
 def require_memory(detector: nn.Module, part: Sequence[Sample], count: int, amp_dtype: torch.dtype | None = None) -> None:
-    """Refuse a step that cannot fit. Every process must call it; the detector and its statistics do not change.
+    """Refuse a step that cannot fit into memory. Every process must call this. The detector and its statistics do not change.
 
     Args:
         detector: model of the step, in training mode; a model from outside this package is not checked.
@@ -70,8 +70,8 @@ def require_memory(detector: nn.Module, part: Sequence[Sample], count: int, amp_
         amp_dtype: dtype of autocast; ``None`` for full precision.
 
     Raises:
-        ConfigError: a step that needs more memory than is available; the message suggests a value of ``SOLVER.ACCUMULATE``, or what
-            else to change.
+        ConfigError: the step needs more memory than is available. The message suggests a value of ``SOLVER.ACCUMULATE``, or says
+            what else to change.
     """
     available = memory.available()
     if not isinstance(detector, ImageModel) or detector.pixel_mean.device.type != "cpu" or available is None:
@@ -97,7 +97,7 @@ def require_memory(detector: nn.Module, part: Sequence[Sample], count: int, amp_
 
 
 def _require_images(detector: ImageModel, part: Sequence[Sample], count: int, available: int) -> None:
-    """Refuse images that by themselves, before anything is computed from them, do not fit."""
+    """Refuse images that do not fit into memory even before anything is computed from them."""
     height, width = (max(sample["image"].shape[axis] for sample in part) for axis in (1, 2))
     taken = len(part) * 3 * height * width * detector.pixel_mean.element_size()
     if distributed.all_reduce_max(int(taken > available)):
@@ -111,7 +111,7 @@ def _require_images(detector: ImageModel, part: Sequence[Sample], count: int, av
 
 
 def _require_attention_mask(detector: ImageModel, targets: Sequence[Targets | None], available: int) -> int:
-    """Refuse training-only queries whose attention mask does not fit.
+    """Refuse training-only queries whose attention mask does not fit into memory.
 
     Returns:
         The square of the number of queries, or 0 without training-only queries.
@@ -137,8 +137,9 @@ def _require_attention_mask(detector: ImageModel, targets: Sequence[Targets | No
 
 
 def _judge(each: int, images: int, count: int, available: int, size: str, has_many_queries: bool = False) -> None:
-    """Refuse, warn about, or accept ``images`` images at once, each of which needs ``each`` bytes; ``has_many_queries`` means that
-    most queries are for training only."""
+    """Refuse, warn about, or accept ``images`` images at once if each image needs ``each`` bytes. ``has_many_queries`` means that
+    most queries are for training only.
+    """
     need = each * images
     if need * LIKELY <= available:
         return
@@ -156,7 +157,8 @@ def _judge(each: int, images: int, count: int, available: int, size: str, has_ma
 
 
 def kept_bytes(function: Callable[..., Any], *args: Any) -> int:
-    """Count the bytes that autograd stores for the backward pass of a call, each storage once, without parameters and buffers.
+    """Count the bytes that autograd stores for the backward pass of a call. Each storage counts once, and parameters and buffers
+    do not count.
 
     Tensors of functions that recompute their activations (``MODEL.CHECKPOINTING``) are not counted.
     """

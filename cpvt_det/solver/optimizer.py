@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdamW with parameter groups: their own learning rates for backbone and sampling points, and weight decays for norms, PEGs, biases
-and embeddings."""
+"""AdamW with parameter groups. The backbone and the sampling points can have their own learning rates, and norms, PEGs, biases
+and embeddings can have their own weight decays.
+"""
 
 import math
 import re
@@ -39,22 +40,23 @@ def parameter_groups(
         weight_decay: weight decay of all parameters, as in DETR, unless one of the next four applies.
         points_lr_multiplier: factor by which the learning rate is multiplied for Deformable-DETR's sampling offsets and reference
             points.
-        norm_weight_decay: weight decay of norms, including those in a PEG; ``None``: no separate decay.
-        peg_weight_decay: weight decay of a PEG's parameters, unless ``norm_weight_decay`` applies; ``None``: no separate decay.
-        bias_weight_decay: weight decay of biases, including those of norms and PEGs; ``None``: no separate decay.
-        embed_weight_decay: weight decay of embeddings: queries, tokens, tables, and everything else that is neither a weight nor
-            a bias; ``None``: no separate decay.
+        norm_weight_decay: weight decay of norms, including norms in a PEG; ``None`` for no separate decay.
+        peg_weight_decay: weight decay of a PEG's parameters, unless ``norm_weight_decay`` applies; ``None`` for no separate
+            decay.
+        bias_weight_decay: weight decay of biases, including the biases of norms and PEGs; ``None`` for no separate decay.
+        embed_weight_decay: weight decay of embeddings, which are queries, tokens, tables, and everything else that is neither a
+            weight nor a bias; ``None`` for no separate decay.
         lr_multipliers: pairs (part, learning rate factor), with parts as in
             :func:`cpvt_det.models.image_model.belongs_to_part`; factors of nested parts are multiplied.
-        layer_decay: factor by which the learning rate of the backbone's parameters is multiplied for each layer after them (arXiv
-            2106.08254, appendix); a value other than 1 needs a backbone with ``layers_above``.
+        layer_decay: factor by which the learning rate of a backbone parameter is multiplied once for each layer after it (arXiv
+            2106.08254, appendix). A value other than 1 needs a backbone with ``layers_above``.
 
     Returns:
         Groups for ``torch.optim``, with ``params``, ``lr`` and ``weight_decay``.
 
     Raises:
-        UnknownNameError: a factor for a part that the model does not have.
-        ValueError: a layer decay that is not above 0, or one other than 1 for a backbone without ``layers_above``.
+        UnknownNameError: a factor is given for a part that the model does not have.
+        ValueError: the layer decay is not above 0, or it is not 1 and the backbone has no ``layers_above``.
     """
     if layer_decay <= 0:
         raise ValueError(f"the decay per layer must be above 0, got {layer_decay}")
@@ -81,8 +83,9 @@ def parameter_groups(
 
 
 def _of_modules(model: nn.Module, kinds: Sequence[tuple[Any, float | None]]) -> dict[int, float]:
-    """The weight decay of each parameter of the given kinds of modules, by the parameter's ``id``; if two kinds apply, the later
-    one counts."""
+    """The weight decay of each parameter of the given kinds of modules, by the parameter's ``id``. If two kinds apply, the later
+    kind counts.
+    """
     found: dict[int, float] = {}
     for kind, decay in kinds:
         if decay is not None:

@@ -66,7 +66,7 @@ def schedule_from_epochs(
 
 
 class LRSchedule:
-    """The factor by which the learning rates of all groups are multiplied; it depends only on the iteration.
+    """The factor by which the learning rates of all groups are multiplied. It depends only on the iteration.
 
     Args:
         schedule: schedule of the run.
@@ -76,8 +76,8 @@ class LRSchedule:
 
     Raises:
         UnknownNameError: an unknown kind.
-        ValueError: no iterations, an ``end`` outside [0, 1], an ``end`` for a schedule other than a cosine, or steps that are not
-            in increasing order. Steps after the end of the run are ignored.
+        ValueError: there are no iterations, ``end`` is outside [0, 1] or is given for a schedule other than a cosine, or steps
+            are not in increasing order. Steps after the end of the run are ignored.
     """
 
     def __init__(self, schedule: TrainingSchedule, kind: str = "step", gamma: float = 0.1, end: float = 0.0):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One training step, from samples to losses, gradients and new weights. Both runners use it.
 
-The global random state is set from (seed, iteration, process) before every step. So a resumed run, and the other runner, repeat the
-same dropout without a saved random state.
+The global random state is set from (seed, iteration, process) before every step. So a resumed run repeats the same dropout
+without a saved random state, and so does the other runner.
 
 A step that yields a NaN or an infinity is skipped: weights, optimiser, running statistics and moving average do not change. The
 decision is made on the device, and the host does not wait for it.
@@ -61,7 +61,7 @@ class TrainingModel(nn.Module):
 
 
 def wrap_for_processes(model: TrainingModel) -> nn.Module:
-    """The model in DDP if there are several processes, on GPUs or CPUs; else the model itself."""
+    """The model in DDP if there are several processes, on GPUs or CPUs; otherwise the model itself."""
     if distributed.world_size() == 1:
         return model
     device = model.detector.pixel_mean.device
@@ -74,9 +74,9 @@ class StepOptions:
 
     Attributes:
         clip_norm: bound on the norm of all gradients together; ``None`` for no clipping.
-        accumulate: number of parts into which a process's samples are split. The result is the same as with one part, except for
-            norms with batch statistics, for dropout and denoising, which draw random numbers part by part, and for metrics, which
-            are means over parts.
+        accumulate: number of parts into which a process's samples are split. The result is the same as with one part, with three
+            exceptions: norms with batch statistics; dropout and denoising, which draw random numbers part by part; and metrics,
+            which are means over parts.
         amp_dtype: dtype of autocast; ``None`` for full precision.
         max_bad_steps: number of non-finite steps in a row that ends a run.
     """
@@ -92,7 +92,7 @@ class TrainStep:
 
     Args:
         model: a :class:`TrainingModel`, or DDP around one.
-        optimizer: fused optimizer of the detector's parameters; it changes nothing in a step whose ``found_inf`` is set.
+        optimizer: fused optimizer of the detector's parameters. It changes nothing in a step if its ``found_inf`` is set.
         learning_rate: schedule that gives the factor by which the groups' learning rates are multiplied at an iteration.
         options: clipping, accumulation, precision.
         seed: seed of the run.
@@ -100,8 +100,8 @@ class TrainStep:
 
     Attributes:
         bad_steps: counter of skipped steps, read at log time.
-        done: last iteration after which the weights are complete; ``None`` before the first one, and after an error while the
-            weights were being changed.
+        done: last iteration after which the weights are complete. ``None`` before the first iteration, and after an error while
+            the weights were being changed.
     """
 
     def __init__(
@@ -156,11 +156,11 @@ class TrainStep:
             iteration: number of the step, from 0.
 
         Returns:
-            ``total_loss``, every loss, every metric, ``grad_norm``, and ``skipped``, which is 1 for a skipped step; all are
-            detached scalars on the device, of this process.
+            ``total_loss``, every loss, every metric, ``grad_norm``, and ``skipped``, which is 1 for a skipped step. All are this
+            process's values, as detached scalars on the device.
 
         Raises:
-            ConfigError: the first step, or on a GPU any step, does not fit into memory.
+            ConfigError: a step does not fit into memory. On a CPU, only the first step is checked.
         """
         self.model.train()
         if not self._fits:

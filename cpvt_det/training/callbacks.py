@@ -72,12 +72,12 @@ class TrainingRun:
 
 
 class Callback:
-    """Methods that a run calls in its first process. A callback overrides those that it needs.
+    """Methods that a run calls in its first process. A callback overrides the methods that it needs.
 
     A callback must not change weights or optimiser, because other processes would not see the change. An exception in ``on_start``
     ends the run before its first step. After any later exception, the run continues without that callback and logs a warning,
-    because a server that is down must not end a training run. Its ``on_end`` is still called, so that it can close what it has
-    opened; errors of that call are not reported. A :class:`cpvt_det.common.errors.RunStoppedError` always ends the run.
+    because a server that is down must not end a training run. The callback's ``on_end`` is still called, so that it can close what
+    it has opened, but errors of that call are not reported. A :class:`cpvt_det.common.errors.RunStoppedError` always ends the run.
     """
 
     def on_start(self, run: TrainingRun) -> None:
@@ -89,19 +89,19 @@ class Callback:
         Args:
             run: the run.
             iteration: iteration of the last step.
-            scalars: means of all losses, all metrics and ``grad_norm`` since the last call, NaN if all steps were skipped; the
-                number of ``skipped`` steps; ``lr``; and times.
+            scalars: means of all losses, all metrics and ``grad_norm`` since the last call, which are NaN if all steps were
+                skipped. Also the number of ``skipped`` steps, ``lr``, and times.
         """
 
     def on_evaluation(self, run: TrainingRun, iteration: int, results: Results) -> None:
-        """Called after an evaluation; ``results`` are its figures, as in ``results.json``, with NaN for undefined ones."""
+        """Called after an evaluation; ``results`` are its metrics, as in ``results.json``, with NaN for undefined metrics."""
 
     def on_end(self, run: TrainingRun, error: BaseException | None) -> None:
         """Called when the run has ended and its files are written; ``error`` is the error or interruption that ended it, if any."""
 
 
 def build_callbacks(cfg: CfgNode, tests: Sequence[Any], more: Sequence[Callback] = ()) -> list[Callback]:
-    """Make the callbacks of a run: early stopping, those that ``CALLBACKS`` names, and those given in Python.
+    """Make the callbacks of a run: early stopping, the callbacks that ``CALLBACKS`` names, and the callbacks given in Python.
 
     Args:
         cfg: config of the run.
@@ -188,7 +188,8 @@ class RunCallbacks:
             ) from error
 
     def _end(self, error: BaseException | None) -> None:
-        """Call ``on_end`` of all callbacks that were started, including failed ones, because they may have something to close."""
+        """Call ``on_end`` of all callbacks that were started. Failed callbacks are included, because they may have something to
+        close."""
         for callback in self._failed:
             with contextlib.suppress(Exception):
                 callback.on_end(self.run, error)
@@ -270,7 +271,7 @@ def _require(package: str) -> ModuleType:
 
 @CALLBACK_REGISTRY.register_as("wandb")
 class Wandb(Callback):
-    """A callback that sends config, scalars and figures to Weights & Biases; a resumed run continues the same run there.
+    """A callback that sends config, scalars and metrics to Weights & Biases; a resumed run continues the same run there.
 
     Args:
         project: project of the run.
@@ -297,7 +298,7 @@ class Wandb(Callback):
 
 @CALLBACK_REGISTRY.register_as("mlflow")
 class Mlflow(Callback):
-    """A callback that sends config, scalars, figures and pictures to MLflow; a resumed run continues the same run there.
+    """A callback that sends config, scalars, metrics and pictures to MLflow; a resumed run continues the same run there.
 
     Args:
         experiment: experiment of the run.

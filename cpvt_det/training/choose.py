@@ -79,7 +79,7 @@ def choose_settings(
     """Choose the settings of a run.
 
     Args:
-        chosen: choices that are already settled, namely data sets, ``OUTPUT_DIR`` and seed.
+        chosen: choices that were made before: data sets, ``OUTPUT_DIR`` and seed.
         overrides: KEY VALUE words that the user typed; they replace chosen values.
         datasets: the training set and the validation set.
         machine: facts of the machine.
@@ -160,8 +160,8 @@ def _refuse_early(typed: CfgNode, keys: Sequence[str], datasets: Sequence[CocoDa
 
 
 def _typed_epochs(typed: CfgNode, keys: Sequence[str], epochs_per_step: float) -> float | None:
-    """The length in epochs that the user typed, converted from iterations if epochs are 0 or not typed; ``None`` if neither was
-    typed."""
+    """The length in epochs that the user typed. If the user typed no epochs, or 0, it is converted from the typed iterations;
+    ``None`` if there are none either."""
     if "SOLVER.EPOCHS" in keys and typed.SOLVER.EPOCHS > 0:
         return typed.SOLVER.EPOCHS
     return typed.SOLVER.MAX_ITER * epochs_per_step if {"SOLVER.EPOCHS", "SOLVER.MAX_ITER"} & set(keys) else None
@@ -179,8 +179,8 @@ def _as_typed(plan: Plan, typed: CfgNode, keys: Sequence[str]) -> Plan:
 def measure(cfg: CfgNode, datasets: Sequence[CocoDataset], processes: int = 1) -> Pace:
     """Measure the time per training step, data loading included, and per evaluated image, and discard everything built for this.
 
-    On a CPU, steps are timed with all threads that torch uses, then with half of them, and so on down to one, as long as they get
-    faster. Fewer threads can be faster because threads wait for each other, especially if another program keeps a core busy. If
+    On a CPU, steps are timed with all threads that torch uses, then with half of them, and so on down to one, as long as the steps
+    get faster. Fewer threads can be faster because threads wait for each other, especially if another program keeps a core busy. If
     ``SOLVER.THREADS`` is set, only that number is timed.
 
     Args:
@@ -216,7 +216,8 @@ def measure(cfg: CfgNode, datasets: Sequence[CocoDataset], processes: int = 1) -
 
 
 def _try_threads(most: int, least: int, time_step: Callable[[], float]) -> dict[int, float]:
-    """Number of threads -> seconds per step, for the largest number, half of it, and so on, until fewer threads are slower."""
+    """Number of threads -> seconds per step. The largest number is tried first, then half of it, and so on, until fewer threads are
+    slower."""
     tried: dict[int, float] = {}
     number, is_quicker = most, True
     while is_quicker and number >= least:
@@ -276,9 +277,9 @@ def _as_it_starts(machine: MachineFacts, backbone: CfgNode, keys: Sequence[str])
 def _for_backbone(backbone: CfgNode, keys: Sequence[str], machine: MachineFacts, choices: Sequence[Choice]) -> list[Choice]:
     """The choices for the backbone that the user typed, if any.
 
-    If a package has weights for that network, all choices apply unchanged. If the user gave weights, norm and frozen stages are
-    not chosen and keep their values in the config. With random weights, everything is trained, and timm's networks get batch
-    norms.
+    If an installed package has weights for that network, all choices apply unchanged. If the user gave weights, norm and frozen
+    stages are not chosen and keep their values from the config. With random weights, all stages are trained, and timm's networks
+    get batch norms.
     """
     if _is_ours(backbone, keys, machine):
         return list(choices)
@@ -290,7 +291,8 @@ def _for_backbone(backbone: CfgNode, keys: Sequence[str], machine: MachineFacts,
 
 
 def _is_ours(backbone: CfgNode, keys: Sequence[str], machine: MachineFacts) -> bool:
-    """Whether the choices for the default backbone apply: the user typed no backbone, or one with weights in a package."""
+    """Whether the choices for the default backbone apply, because the user typed no backbone, or one whose weights are in an
+    installed package."""
     return "MODEL.BACKBONE.NAME" not in keys or (backbone.NAME.removeprefix("timm/") in PACKAGES and machine.pretrained)
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluate a model on its test sets and write figures and files, also at several test sizes, which one table compares."""
+"""Evaluate a model on its test sets, and write metrics and files. A model can also be evaluated at several test sizes, which are
+then compared in one table."""
 
 import contextlib
 import logging
@@ -35,7 +36,7 @@ class Measured(NamedTuple):
     """The result of an evaluation.
 
     Attributes:
-        results: figures, as :func:`evaluate` returns them.
+        results: metrics, as :func:`evaluate` returns them.
         thresholds: score thresholds from the first test set; ``None`` for a task without thresholds.
     """
 
@@ -44,7 +45,7 @@ class Measured(NamedTuple):
 
 
 def evaluate(task: Task, detector: nn.Module, datasets: Sequence[Any], output: Path) -> Results:
-    """As :func:`measure`, but return only the figures."""
+    """As :func:`measure`, but return only the metrics."""
     return measure(task, detector, datasets, output).results
 
 
@@ -58,8 +59,8 @@ def measure(task: Task, detector: nn.Module, datasets: Sequence[Any], output: Pa
         output: ``OUTPUT_DIR``.
 
     Returns:
-        The figures and the thresholds. Figures are ``{"bbox": {"AP": ..., ...}}`` in percent for detection on one data set, and
-        ``{name: figures}`` for several data sets.
+        The metrics and the thresholds. For detection on one data set, the metrics are ``{"bbox": {"AP": ..., ...}}`` in percent;
+        for several data sets, they are ``{name of the data set: metrics}``.
 
     Raises:
         RunStoppedError: weights that are not finite.
@@ -86,8 +87,8 @@ def measure(task: Task, detector: nn.Module, datasets: Sequence[Any], output: Pa
 
 @contextlib.contextmanager
 def chosen_threshold(cfg: CfgNode, thresholds: Thresholds | None) -> Iterator[None]:
-    """Set ``TEST.PICTURE_THRESHOLD`` within the block and log it: the config's value if it has one, else the threshold with the
-    best F1, else 0.5.
+    """Set ``TEST.PICTURE_THRESHOLD`` within the block and log it. It is the config's value if there is one, otherwise the threshold
+    with the best F1, and 0.5 if that is unknown.
 
     Classifiers need no threshold, so for them the block changes nothing.
     """
@@ -107,7 +108,7 @@ def chosen_threshold(cfg: CfgNode, thresholds: Thresholds | None) -> Iterator[No
 def _evaluate_one(
     task: Task, detector: nn.Module, dataset: Any, folder: Path, with_thresholds: bool
 ) -> tuple[Results, Thresholds | None]:
-    """The figures of one test set, and its thresholds if requested. The first process gathers the results of all processes."""
+    """The metrics of one test set, and its thresholds if requested. The first process gathers the results of all processes."""
     evaluator, loader = task.build_evaluator(dataset), task.build_test_loader(dataset)
     is_first, total = distributed.rank() == 0, len(loader.dataset)
     bar = tqdm(total=total, desc="evaluating", unit="img", leave=False, disable=not is_first, mininterval=1.0, file=sys.stderr)
@@ -151,7 +152,7 @@ def evaluate_sizes(task: Task, detector: nn.Module, datasets: Sequence[Any], siz
         output: ``OUTPUT_DIR``; the table is ``sizes.md`` and ``sizes.json`` in it.
 
     Returns:
-        Figures by size, with the size as text; NaN at a size that the model cannot process.
+        Metrics by size, with the size as text; NaN at a size that the model cannot process.
 
     Raises:
         ConfigError: a task whose test size cannot be set, or a size smaller than a patch; raised before the first evaluation.
@@ -180,11 +181,12 @@ def evaluate_sizes(task: Task, detector: nn.Module, datasets: Sequence[Any], siz
 
 
 def sizes_table(results: Mapping[str, Results], main_figure: str, figures: Sequence[str]) -> str:
-    """A table in GitHub's Markdown with a row for each size: the figures of each test set and the seconds of the evaluation.
+    """A table in GitHub's Markdown. It has a row for each size, with the metrics of each test set and the seconds that the
+    evaluation took.
 
     Args:
         results: result of :func:`evaluate_sizes`.
-        main_figure, figures: names of figures, as in :class:`Task`.
+        main_figure, figures: names of metrics, as in :class:`Task`.
     """
     group = main_figure.rpartition("/")[0]
     by_size = {size: flatten(found) for size, found in results.items()}

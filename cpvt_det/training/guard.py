@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The work between two steps: report bad steps, save checkpoints, and obey SIGTERM and Ctrl-C once the step is finished and
-saved."""
+"""The work between two steps: report bad steps, save checkpoints, and obey SIGTERM and Ctrl-C, but only after the step is finished
+and saved."""
 
 import contextlib
 import logging
@@ -31,8 +31,8 @@ SAME_BY_TORCHRUN = 15.0  # the same under torchrun, which repeats a signal that 
 class RunGuard:
     """A guard that saves the progress of a run. Every process must call its methods after the same steps.
 
-    If an error leaves its ``with`` block, process 0 saves the state after the last completed step, when all processes have the
-    same weights.
+    If an error leaves the ``with`` block, process 0 saves the state after the last completed step, because at that point all
+    processes have the same weights.
 
     Args:
         cfg: config of the run, whose ``SOLVER`` contains the periods.
@@ -85,13 +85,13 @@ class RunGuard:
             self.save_final(iteration)
 
     def save_final(self, iteration: int) -> None:
-        """Save ``model_final.pth`` after the last evaluation, with its thresholds; this replaces the file that was saved before
-        that evaluation."""
+        """Save ``model_final.pth`` after the last evaluation, with the thresholds of this evaluation. This replaces the file that
+        was saved before the evaluation."""
         self.checkpointer.save(FINAL, iteration)
         self._saved = iteration
 
     def obey_signals(self) -> None:
-        """End the run if a signal was received; to be called after all work of a step is done.
+        """End the run if a signal was received. Call this after all work of a step is done.
 
         Raises:
             InterruptedRun: a received signal; the step is saved.
@@ -103,7 +103,8 @@ class RunGuard:
     def batches(self, loader: Iterable[list[Sample]]) -> Iterator[list[Sample]]:
         """The batches of a loader. If the run has only one process, it obeys signals immediately while it waits for a batch.
 
-        With several processes, another process may be waiting for this one's part of a step, so signals are obeyed after the step.
+        With several processes, another process may be waiting for this process's part of a step, so signals are obeyed only after
+        the step.
 
         Raises:
             InterruptedRun: a received signal; the last step is saved.
@@ -138,7 +139,7 @@ class RunGuard:
             raise
 
     def _report_bad_steps(self) -> None:
-        """Log bad steps; if they end the run, add to the error message how to continue."""
+        """Log bad steps. If they end the run, extend the error message by advice on how to continue."""
         try:
             self.step.bad_steps.report()
         except RunStoppedError as error:

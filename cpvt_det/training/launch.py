@@ -69,7 +69,7 @@ def require_gpus(num_gpus: int | None) -> None:
     """Refuse a request for more GPUs than torch finds.
 
     Raises:
-        ConfigError: more GPUs than torch finds.
+        ConfigError: more GPUs requested than torch finds.
     """
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if num_gpus is not None and num_gpus > available:
@@ -85,7 +85,7 @@ def process_group(seconds: float) -> Iterator[None]:
 
     Raises:
         ConfigError: a time below a second.
-        RunStoppedError: processes that did not connect within this time, or that were lost or did not answer later.
+        RunStoppedError: processes that did not connect within this time, or that later were lost or did not answer.
     """
     if seconds < 1:
         raise ConfigError(f"SOLVER.COLLECTIVE_TIMEOUT must be at least 1 second, got {seconds:g}")

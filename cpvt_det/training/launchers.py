@@ -42,7 +42,8 @@ def is_of_torchrun() -> bool:
 
 
 def variables_of_group(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that torchrun would have set, for a process that another launcher or a user started as one of several.
+    """The variables that torchrun would have set. They are needed for a process that another launcher or a user started as one of
+    several.
 
     Args:
         environment: environment variables of the process.

@@ -63,7 +63,7 @@ class MetricsWriter:
             yield batch
 
     def put(self, iteration: int, record: dict[str, Tensor], lr: float) -> dict[str, float]:
-        """Collect the scalars of one iteration; write a line if one is due, and return what it contains."""
+        """Collect the scalars of one iteration; if a line is due, write it and return its content."""
         scalars = {}
         self._records.append(record)
         if (iteration + 1) % self.period == 0 or iteration + 1 == self.max_iter:

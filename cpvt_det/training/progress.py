@@ -28,7 +28,7 @@ FEW = {"random weights": 30_000, "a pretrained backbone": 1_000}
 
 
 class RunEvaluations:
-    """The evaluations of a run, which compare figures with the task's baseline and store the best checkpoint.
+    """The evaluations of a run. They compare the metrics with the task's baseline, and store the best checkpoint.
 
     Args:
         cfg: config of the run.
@@ -66,7 +66,7 @@ class RunEvaluations:
         return results
 
     def _compare(self, results: Results, iteration: int) -> None:
-        """Warn about figures below the baseline, which is computed once, without looking at any image."""
+        """Warn about metrics below the baseline. The baseline is computed once, without looking at any image."""
         if self._baseline is None:
             self._baseline = self.task.baseline(self._records, self.tests[0])
             if self._baseline:
@@ -82,12 +82,13 @@ class RunEvaluations:
 
 
 def none_yet(cfg: CfgNode, task: Task) -> BestSoFar:
-    """An empty record of the best evaluation, for ``TEST.BEST_FIGURE`` or else the task's main figure, on the first test set."""
+    """An empty record of the best evaluation on the first test set. The best is chosen by ``TEST.BEST_FIGURE`` or, if that is
+    empty, by the task's main metric."""
     return BestSoFar(cfg.TEST.BEST_FIGURE or task.main_figure, next(iter(cfg.DATASETS.TEST), ""))
 
 
 def _is_below(name: str, value: float, bound: float) -> str:
-    """The two figures as text, with enough decimals to show their difference."""
+    """The two values as text, with enough decimals to show their difference."""
     decimals = next((one for one in range(1, 6) if f"{value:.{one}f}" != f"{bound:.{one}f}"), 6)
     return f"{name} {value:.{decimals}f} is below {bound:.{decimals}f}"
 

@@ -84,8 +84,8 @@ class MachineFacts:
         device: cpu or cuda.
         cores: processor cores that this process may use.
         processes: number of processes of the run, one for each GPU.
-        pretrained: whether the backbone starts from pretrained weights, either those of EfficientNet-Lite0, if they are installed,
-            or those that the user typed.
+        pretrained: whether the backbone starts from pretrained weights: EfficientNet-Lite0's, if they are installed, or weights
+            that the user typed.
     """
 
     device: str
@@ -109,7 +109,7 @@ class Pace(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """A key of the config, its value and the reason for the value, which is empty for a fixed part of the recipe."""
+    """A key of the config, its value, and the reason for the value. The reason is empty for a fixed part of the recipe."""
 
     key: str
     value: Any
@@ -153,8 +153,8 @@ def describe_data(train: Sequence[ImageRecord], val: Sequence[ImageRecord]) -> D
 
 
 def first_plan(data: DataFacts, machine: MachineFacts, least_canvas: int = SMALLEST_CANVAS) -> Plan:
-    """The canvas and the batch that suit the data, regardless of the time. The canvas is at least ``least_canvas``, unless images
-    are smaller."""
+    """The canvas and the batch that suit the data, regardless of the available time. The canvas is at least ``least_canvas``,
+    unless the images are smaller."""
     needed = LOWER_QUARTER / max(data.sides[1], 1e-6)
     wanted = max(least_canvas, needed)
     largest = max(CANVASES[0], min(LARGEST_CANVAS[machine.device], data.short_side))
@@ -177,7 +177,8 @@ def first_plan(data: DataFacts, machine: MachineFacts, least_canvas: int = SMALL
 
 
 def next_plan(plan: Plan, steps: float, data: DataFacts, epochs: float | None = None) -> Plan:
-    """The plan after the steps were measured: with a smaller canvas if few steps fit, or with more work per step if many do.
+    """The plan after the steps were measured. It has a smaller canvas if only few steps fit into the time, or more work per step if
+    many steps fit.
 
     Args:
         plan: the measured plan.
@@ -186,7 +187,7 @@ def next_plan(plan: Plan, steps: float, data: DataFacts, epochs: float | None = 
         epochs: length of the run if it is already settled.
 
     Returns:
-        The same plan if it fits the time, otherwise a new one, which must be measured again.
+        The same plan if it fits the time, otherwise a new plan, which must be measured again.
     """
     if not plan.typed_canvas and steps < FEWEST_STEPS and plan.canvas > plan.least_canvas:
         affordable = plan.canvas * math.sqrt(steps / FEWEST_STEPS)  # time is proportional to the number of pixels
@@ -282,7 +283,8 @@ def threads_choices(pace: Pace) -> list[Choice]:
 
 
 def num_queries(data: DataFacts) -> int:
-    """The number of queries that suits the data: twice the number of objects or, if there are many objects, a tenth more."""
+    """The number of queries that suits the data. It is twice the largest number of objects in an image or, if that is a large
+    number, a tenth more than that number."""
     twice = min(MOST_QUERIES, max(50, 10 * math.ceil(data.most_objects / 5)))
     return max(twice, math.ceil(11 * data.most_objects / 10))
 
@@ -329,7 +331,7 @@ def steps_in(budget: float, pace: Pace, data: DataFacts) -> float:
 
 
 def length_choices(plan: Plan, data: DataFacts, pace: Pace, budget: float, epochs: float | None = None) -> list[Choice]:
-    """The length of the run and the choices that depend on it; ``epochs`` is a length that is already settled."""
+    """The length of the run, and the choices that depend on the length; ``epochs`` is the length if it is already settled."""
     evaluation = pace.image * data.val_images
     more = min(EVALUATIONS - 1, int(EVALUATION_SHARE * budget / max(evaluation, 1e-6)))
     steps = max(1.0, steps_in(budget, pace, data) - more * evaluation / pace.step)
@@ -359,8 +361,8 @@ def average_decay(steps: float) -> float:
 
 
 def _rounded_up(value: float) -> float:
-    """Round up to three significant digits. With a period that was rounded down, one more evaluation would come just before the
-    end."""
+    """Round up to three significant digits. If an evaluation period were rounded down, there would be one more evaluation just
+    before the end."""
     unit = 10.0 ** (math.floor(math.log10(value)) - 2)
     return float(f"{math.ceil(value / unit - 1e-9) * unit:.6g}")
 

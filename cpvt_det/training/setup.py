@@ -74,7 +74,7 @@ def only_run_in(cfg: CfgNode) -> Iterator[None]:
 def is_in_use(output: Path) -> bool:
     """Whether another process has currently reserved this ``OUTPUT_DIR``; ``False`` on systems without file locks.
 
-    Do not call this within :func:`only_run_in`: closing the file would release this process's own lock.
+    Do not call this within :func:`only_run_in`, because closing the file would release this process's own lock.
 
     Raises:
         ConfigError: a folder that cannot be written to.
@@ -162,7 +162,7 @@ def describe_model(detector: nn.Module) -> str:
 
 
 def choose_seed(cfg: CfgNode) -> int:
-    """``SEED``, or a random seed if it is negative; it is the same in all processes of the run.
+    """``SEED`` or, if that is negative, a random seed. All processes of the run get the same seed.
 
     Raises:
         ConfigError: a seed beyond 63 bits.
@@ -175,8 +175,8 @@ def choose_seed(cfg: CfgNode) -> int:
 def choose_run_id(output: Path) -> str:
     """A random id for each run, the same in all its processes.
 
-    Processes that torchrun starts to replace dead ones belong to the same run and get its id. They are recognised because they
-    were started by one of the torchrun processes that started the run recorded in ``output``. So some of a run's torchrun
+    Processes that torchrun starts to replace dead ones belong to the same run and get its id. They are recognised because at least
+    one of them was started by a torchrun process that had also started the run recorded in ``output``. So some of a run's torchrun
     processes can be replaced, for example after the loss of a machine, but not all of them.
     """
     return distributed.broadcast_object(_kept_run_id(output, distributed.gather_objects(_agent())) or uuid.uuid4().hex)

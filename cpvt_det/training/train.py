@@ -31,7 +31,8 @@ logger = logging.getLogger("cpvt_det")
 
 
 class Engine:
-    """The steps in which the runners differ; these are the built-in runner's, which detectron2's overrides."""
+    """The steps in which the runners differ. The methods are those of the built-in runner, and detectron2's runner overrides
+    them."""
 
     def prepare(self, cfg: CfgNode) -> None:
         """Change the config before it is read; this run has already reserved its folder."""
@@ -76,8 +77,8 @@ def run(
         cfg: the run's config; ``MODEL.NUM_CLASSES`` is filled in from the data.
         resume: whether to continue from the last checkpoint in ``OUTPUT_DIR``, if there is one.
         eval_only: whether to evaluate without training; the weights are ``MODEL.WEIGHTS`` or, with ``resume``, the last checkpoint.
-        allow_partial: whether to evaluate even if the weights fit only a part of the model, so that the rest of the model is
-            random.
+        allow_partial: whether to evaluate even if the weights fit only a part of the model; the rest of the model then has random
+            weights.
         sizes: test sizes in pixels to evaluate at, one after the other; empty for the config's test size.
         callbacks: callbacks in addition to those that ``CALLBACKS`` names.
         engine: runner; ``None`` for the built-in one.

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """``cpvt-det train FOLDER --start``: the choice of the detector to start from, and the settings for fine-tuning it.
 
-Architecture and losses are those of the start. If it is one of our detectors, a run keeps only as many of its queries as the
-images need, and uses its learning rates, scaled by the square root of the ratio of batch sizes: a run of a few minutes learns more
-at these rates than at a seventh of them (docs/train.md). For detectors of other projects, the learning rates are those that their
-authors use for fine-tuning.
+Architecture and losses are those of the detector that the run starts from. If it is one of our detectors, a run keeps only as many
+of the detector's queries as the images need. The run also uses the detector's learning rates, scaled by the square root of the
+ratio of batch sizes, because a run of a few minutes learns more at these rates than at a seventh of them (docs/train.md). For
+detectors of other projects, the learning rates are the ones that the authors use for fine-tuning.
 """
 
 import importlib.util
@@ -59,7 +59,8 @@ class TrainedStart:
         class_names: names of its classes; empty if they are unknown.
         is_ours: whether the detector was trained with this package, so that its config contains its learning rates.
         state_names: names of its tensors.
-        by_default: whether the detector was chosen automatically; a run then starts without it if it does not suit the data.
+        by_default: whether the detector was chosen automatically. In that case, a run trains a new detector instead if this one
+            does not suit the data.
     """
 
     word: str
@@ -94,7 +95,7 @@ def choose_start(word: str | None, device: str, keys: Sequence[str], tell: Calla
     Args:
         word: value of ``--start``: public weights, a file, a folder, a repository, ``auto`` or ``none``; ``None`` if not given.
         device: cpu or cuda.
-        keys: keys that the user typed; if one of them belongs to MODEL, only a typed start is used.
+        keys: keys that the user typed; if one of them belongs to MODEL, the run starts from a detector only if ``word`` is given.
         tell: function that is called with a line that names the start and the reason.
 
     Raises:
@@ -135,7 +136,8 @@ def open_start(word: str, tell: Callable[[str], None]) -> TrainedStart:
 
 
 def describe_classes(start: TrainedStart, names: Sequence[str]) -> list[str]:
-    """Lines that say which classes of the data the start knows, and which new classes have nearly the same name as a known one."""
+    """Lines that say which classes of the data the detector already knows, and which new classes have nearly the same name as a
+    class that it knows."""
     new = [name for name in names if name not in start.class_names]
     lines = [
         f"classes that these weights already know: {len(names) - len(new)} of {len(names)}"
@@ -160,7 +162,7 @@ def tuning_choices(
         typed: values that the user typed, by key.
 
     Raises:
-        ConfigError: a number of queries that the start cannot have, or fewer queries than an image has objects.
+        ConfigError: a number of queries that the detector to start from cannot have, or fewer queries than an image has objects.
     """
     queries, is_ranked = start.cfg.MODEL.DETR.NUM_OBJECT_QUERIES, start.cfg.MODEL.QUERIES.NAME == "mixed"
     fewer = min(queries, recipe.num_queries(data)) if start.is_ours and is_ranked else queries

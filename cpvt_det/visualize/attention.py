@@ -21,8 +21,8 @@ LARGEST_POINT = 140.0  # area, in square points, of a sample that has the whole 
 
 
 def draw_attention(record: ForwardRecord, tokens: Sequence[AttendedQuery], output: Path) -> list[Path]:
-    """Draw ``encoder.png`` for tokens and ``decoder.png`` for detections, layer by layer, and for each of the two also the heads
-    of the last layer.
+    """Draw ``encoder.png`` for tokens and ``decoder.png`` for detections, layer by layer. Two more pictures show the heads of the
+    last encoder layer and of the last decoder layer.
 
     Args:
         record: record of one image's forward pass.
@@ -92,8 +92,8 @@ def look(record: ForwardRecord, part: str, layer: int, chosen: list[int]) -> Ten
         chosen: indices of Q' tokens or queries.
 
     Returns:
-        For dense attention, weights (1, M, Q', N) float; otherwise samples and their reference points (1, Q', L, 2 or 4). All are
-        on the CPU.
+        For dense attention, weights (1, M, Q', N) float. For deformable attention, samples and their reference points (1, Q', L, 2
+        or 4). All tensors are on the CPU.
     """
     attention, inputs = record.layers[part][layer], record.inputs[part, layer]
     with torch.no_grad():
@@ -105,7 +105,7 @@ def look(record: ForwardRecord, part: str, layer: int, chosen: list[int]) -> Ten
 
 
 def _paint_weights(axes: "Axes", record: ForwardRecord, weights: Tensor, row: int, head: int | None) -> str:
-    """Draw a heat map of cells with more than uniform attention, and return a note with the peak in multiples of uniform
+    """Draw a heat map of the cells that get more than uniform attention. Return a note with the peak, in multiples of uniform
     attention."""
     heat, (right, bottom) = heat_map(record, weights[0, :, row].mean(0) if head is None else weights[0, head, row])
     peak = heat.max()
@@ -125,8 +125,8 @@ def heat_map(record: ForwardRecord, weights: Tensor) -> tuple[np.ndarray, Point]
         weights: (N,) float, the weights of one token or query; they sum to 1.
 
     Returns:
-        An array (rows, columns) float32 in multiples of uniform attention, and the (x, y) of its lower right corner in pixels of
-        the original image. The corner may lie outside that image.
+        An array (rows, columns) float32 in multiples of uniform attention, and the (x, y) of the array's lower right corner in
+        pixels of the original image. The corner may lie outside the image.
     """
     stride, (x, y) = record.strides[0], record.scale
     # Padded cells have no weight, and lie beyond the image.
@@ -136,8 +136,8 @@ def heat_map(record: ForwardRecord, weights: Tensor) -> tuple[np.ndarray, Point]
 
 
 def _paint_samples(axes: "Axes", record: ForwardRecord, seen: tuple[Samples, Tensor], row: int, head: int | None) -> str:
-    """Draw the reference and a dot per sample, coloured by level and sized by weight, and return a note with each level's share of
-    the weights."""
+    """Draw the reference point, and a dot per sample, whose colour is the level and whose size is the weight. Return a note with
+    each level's share of the weights."""
     samples, references = seen
     heads = slice(None) if head is None else slice(head, head + 1)
     locations, weights = samples.locations[0, row, heads], samples.weights[0, row, heads]

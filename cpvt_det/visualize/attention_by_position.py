@@ -105,8 +105,8 @@ def mean_attention(
         layer: index of the layer.
         attention: the attention module of that layer.
         stride: pixels per cell.
-        special: number of tokens before those of the cells, such as a class token. They are left out as queries and as keys, so
-            the attention that a query gives to them is missing from the sum of its weights.
+        special: number of tokens before the tokens of the cells, such as a class token. They are left out as queries and as keys,
+            so a query's weights sum to less than 1 if it attends to them.
     """
     total = 0.0
     for image in images:
@@ -121,7 +121,8 @@ def mean_attention(
 def draw_attention_by_position(
     models: Sequence[NamedDetector], images: Sequence[Tensor], path: Path
 ) -> list[tuple[str, AttentionByPosition]]:
-    """Draw the attention of several DETRs side by side, in the first layer that follows the encodings of all of them.
+    """Draw the attention of several DETRs side by side. The same layer is drawn for all: the first one that comes after every
+    model's encoding.
 
     Args:
         models: result of :func:`dense_models`, at least one.
@@ -139,7 +140,8 @@ def draw_attention_by_position(
 
 
 def draw_found(found: Sequence[tuple[str, AttentionByPosition]], title: str, path: Path) -> None:
-    """Draw attention side by side: above, every pair of query and key; below, the mean for each offset between them.
+    """Draw attention side by side. The upper row shows every pair of query and key, and the lower row shows the mean for each
+    offset between query and key.
 
     Args:
         found: (name, attention) pairs, at least one.

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The costs of a detector: parameters, multiply-adds and activations by part, and time and memory of one inference.
 
-Operations are counted as torch runs them, by the formulas of ``torch.utils.flop_counter``, and added to the innermost part whose
-module is running. So the count does not depend on the kernel that computes a product. Operations whose kernels differ between
-devices are counted from their shapes: deformable sampling, and attention, whose CPU kernel has no formula in torch 2.9 and 2.14.
+Operations are counted as torch runs them, by the formulas of ``torch.utils.flop_counter``. Each is added to the innermost part
+whose module is running. So the count does not depend on the kernel that computes a product. Two operations have different kernels
+on different devices, and are therefore counted from their shapes: deformable sampling and attention, whose CPU kernel has no
+formula in torch 2.9 and 2.14.
 """
 
 import contextlib
@@ -46,7 +47,7 @@ MIN_CALLS = 3
 
 @dataclass
 class Costs:
-    """The costs of all parts, as dicts by the part's name; 0 for a part without costs.
+    """The costs of all parts, as dicts with the names of the parts as keys; 0 for a part without costs.
 
     Attributes:
         parameters: number of parameters, frozen ones included.
@@ -129,7 +130,8 @@ class _Products(TorchDispatchMode):
 
 
 class _Attention(TorchFunctionMode):
-    """A mode that counts attention from its shapes, regardless of the kernel that runs it and the operations inside that kernel."""
+    """A mode that counts attention from its shapes. The kernel that runs it and the operations inside the kernel have no effect on
+    the count."""
 
     def __init__(self, products: _Products):
         super().__init__()

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def draw_curves(metrics_json: str | os.PathLike[str], output: str | os.PathLike[str]) -> None:
-    """Draw losses, learning rate and the main figures over the iterations of a run.
+    """Draw losses, learning rate and the main metrics over the iterations of a run.
 
     Args:
         metrics_json: path of a file that :func:`read_metrics` reads, with "total_loss", "loss_*", "lr" and :func:`main_figures`.
@@ -99,10 +99,10 @@ def read_metrics(metrics_json: str | os.PathLike[str]) -> Records:
 
 
 def main_figures(records: Records) -> list[list[str]]:
-    """Names of the two main figures of every test set: ``bbox/AP`` and ``bbox/AP50`` for detection.
+    """Names of the two main metrics of every test set: ``bbox/AP`` and ``bbox/AP50`` for detection.
 
-    Figures of an evaluation have a slash in their names. By the contract of tasks, the main figures of a group are the first in
-    alphabetical order; figures of a single class have a hyphen.
+    Metrics of an evaluation have a slash in their names, and metrics of a single class also have a hyphen. By the contract of
+    tasks, the main metrics of a group come first in alphabetical order.
     """
     groups: dict[str, list[str]] = {}
     for key in dict.fromkeys(key for record in records.values() for key in record):
@@ -154,7 +154,7 @@ def read_runs(paths: Sequence[str | os.PathLike[str]]) -> dict[str, Records]:
         paths: folders of runs, or files like their ``metrics.json``.
 
     Returns:
-        Metrics by name of the run: the part of its path that differs between the runs.
+        The metrics of each run, by the name of the run. The name is the part of the path that differs between the runs.
 
     Raises:
         DataError: a run that is given twice, or has no metrics.
@@ -170,7 +170,8 @@ def read_runs(paths: Sequence[str | os.PathLike[str]]) -> dict[str, Records]:
 
 
 def comparison_figure(runs: dict[str, Records]) -> "Figure":
-    """Draw the total loss (faint: as logged; strong: smoothed over a fiftieth of the run) and the main figure over the iterations.
+    """Draw the total loss and the main metric over the iterations. The faint curve is the loss as logged, and the strong curve is
+    the loss smoothed over a fiftieth of the run.
 
     Each run has its own colour.
     """
@@ -192,7 +193,8 @@ def comparison_figure(runs: dict[str, Records]) -> "Figure":
 
 
 def comparison_table(runs: dict[str, Records]) -> str:
-    """A table with a row per run: last loss, best main figure (AP) with its iteration, and last two main figures (AP and AP50)."""
+    """A table with a row per run: last loss, best value of the main metric (AP) with its iteration, and last values of the two main
+    metrics (AP and AP50)."""
     main, second = (name.rpartition("/")[2] for name in _main_figures(next(iter(runs.values()))))
     headers = ("run", "iterations", "last loss", f"best {main}", "at iteration", f"last {main}", f"last {second}")
     rows = [[name, *_figures_of(records)] for name, records in runs.items()]
@@ -210,7 +212,7 @@ def _figures_of(records: Records) -> list[str]:
 
 
 def _main_figures(records: Records) -> list[str]:
-    """Names of the two main figures of the first test set; for a run without an evaluation, "AP" and "AP50"."""
+    """Names of the two main metrics of the first test set; for a run without an evaluation, "AP" and "AP50"."""
     return [*next(iter(main_figures(records)), []), "AP", "AP50"][:2]
 
 

@@ -62,7 +62,8 @@ def draw_batches(
 def draw_denoising(
     batches: Iterable[list[Sample]], detector: nn.Module, denoising: ContrastiveDenoising, classes: Classes, count: int, path: Path
 ) -> int:
-    """Draw objects next to their noised copies: those that should find their object again, and those that should find none.
+    """Draw objects next to their noised copies, both the copies that should find their object again and the copies that should find
+    no object.
 
     Args:
         batches: batches of training samples.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures drawn with matplotlib, which is imported only when one is drawn."""
+"""Figures drawn with matplotlib, which is imported only when a figure is drawn."""
 
 import os
 import warnings
@@ -21,7 +21,8 @@ MARGIN = 0.06  # white border around an image, as a share of its sides, for poin
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """An empty figure; its sides are in inches of 100 pixels. It is made without pyplot, because pyplot keeps global state.
+    """An empty figure; its sides are in inches, at 100 pixels per inch. It is made without pyplot, because pyplot keeps global
+    state.
 
     Raises:
         BadInputError: matplotlib is not installed.
@@ -56,7 +57,7 @@ def new_grid(rows: int, columns: int, panel: tuple[float, float], title: str) ->
 
     Args:
         rows, columns: number of rows and columns, at least 1.
-        panel: (width, height) of a panel in inches of 100 pixels.
+        panel: (width, height) of a panel in inches, at 100 pixels per inch.
         title: text above all panels.
 
     Returns:

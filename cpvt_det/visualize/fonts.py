@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text in pictures, in any script: in DejaVu Sans, which comes with matplotlib, or in system fonts for characters that it
-lacks."""
+"""Text in pictures, in any script. The font is DejaVu Sans, which comes with matplotlib. Characters that it lacks are drawn with
+system fonts."""
 
 import functools
 import itertools

@@ -26,7 +26,8 @@ def build_page(name: str, data: Any) -> str:
     """Build a page that contains its style and scripts.
 
     Args:
-        name: file name of the page in ``visualize/pages``; the page links style and scripts in the same folder by file name.
+        name: file name of the page in ``visualize/pages``; the page refers to its style and scripts, which are in the same folder,
+            by their file names.
         data: data of the page, as plain values for JSON.
 
     Returns:
@@ -49,7 +50,7 @@ def embed_image(image: Tensor, budget: float = math.inf) -> str:
 
     Args:
         image: (3, H, W) uint8, RGB.
-        budget: largest number of characters; an image of 64 pixels is embedded even if it needs more.
+        budget: largest number of characters; an image with a long side of 64 pixels is embedded even if it exceeds the budget.
     """
     picture = Image.fromarray(np.ascontiguousarray(image.permute(1, 2, 0).numpy()))  # (3, H, W) -> (H, W, 3)
     side = min(max(picture.size), LONGEST_SIDE)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pictures of detections, alone or next to the ground truth.
 
-Place in the pipeline: after ``evaluation/answers.py``; ``evaluation/coco.py`` gets the same detections.
+Place in the pipeline: after ``evaluation/answers.py``. The detections drawn here are the same ones that ``evaluation/coco.py``
+gets.
 """
 
 import colorsys
@@ -74,8 +75,8 @@ def draw_comparison(
 ) -> Tensor:
     """Draw an image twice, side by side: once with its detections and once with its ground truth.
 
-    If no detection passes the threshold, the best three are drawn and the title says so. For an image without objects, none are
-    drawn, because having no detection is right.
+    If no detection passes the threshold, the best three are drawn and the title says so. For an image without objects, no
+    detections are drawn in this case, because having none is correct.
 
     Args:
         image: (3, H, W) uint8, RGB. It is enlarged by the whole number that makes its short side at least 384, or by less if the
@@ -191,8 +192,8 @@ def sheet_rows(sizes: Sequence[Size]) -> list[tuple[int, int]]:
         sizes: (h, w) of each image; a comparison is twice as wide.
 
     Returns:
-        For each row, the number of its comparisons and the height of their images. With this height the row fills ``SHEET_WIDTH``;
-        in the last row it is at most ``SHEET_HEIGHT``.
+        For each row, the number of comparisons in the row and the height of their images. With this height, the row fills
+        ``SHEET_WIDTH``. In the last row, the height is at most ``SHEET_HEIGHT``.
     """
     rows, count, aspect = [], 0, 0.0
     for place, (height, width) in enumerate(sizes, start=1):
@@ -229,7 +230,8 @@ def _draw_panel(
 
 
 def _pixels(low: float, high: float, scale: float, side: int) -> tuple[int, int]:
-    """First and last pixel of an interval in an enlarged image of ``side`` pixels; it is inside the image and not empty."""
+    """First and last pixel of an interval in an enlarged image of ``side`` pixels. The result lies inside the image and is never
+    empty."""
     first = min(max(math.floor(low * scale), 0), side - 1)
     return first, min(max(math.ceil(high * scale) - 1, first), side - 1)
 

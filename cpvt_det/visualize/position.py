@@ -41,8 +41,8 @@ class Added:
     """The maps that a position encoding adds at one place.
 
     Attributes:
-        layer: index of the encoder layer before this place; -1 for the place before the first layer, and ``None`` for maps that are
-            added to queries and keys of every layer.
+        layer: index of the encoder layer before this place; -1 for the place before the first layer; ``None`` for maps that are
+            added to the queries and keys of every layer.
         maps: (B, C, H_l, W_l) float per level.
     """
 
@@ -120,7 +120,7 @@ def added_by(detector: nn.Module, images: Sequence[Tensor], beside: Tensor | Non
     Args:
         detector: a detector in evaluation mode; not changed.
         images: (3, h, w) uint8 each.
-        beside: (3, h', w') uint8, a larger image that is put into the same batch, so that the others are padded.
+        beside: (3, h', w') uint8, a larger image that is put into the same batch, so that the other images are padded.
 
     Returns:
         One entry per place where something is added, with maps (1, C, H_l, W_l); and the padding mask (1, H, W) of the images.
@@ -133,7 +133,8 @@ def added_by(detector: nn.Module, images: Sequence[Tensor], beside: Tensor | Non
 
 
 def draw_added(models: Sequence[NamedDetector], images: Sequence[Tensor], path: Path) -> Path:
-    """Draw the maps that encodings add to the finest level, in a row for images alone and a row for the same images with padding.
+    """Draw the maps that encodings add to the finest level. One row shows images alone, and one row shows the same images with
+    padding.
 
     Args:
         models: detectors to compare.
@@ -210,8 +211,8 @@ def draw_kernels(models: Sequence[NamedDetector], path: Path) -> Path | None:
 
 
 def _place(name: str) -> str:
-    """The place of a PEG, such as ``pegs.0.1``, in words. A third number is an index in a stack; a single number belongs to an
-    encoding of queries and keys."""
+    """Describe in words the place of a PEG, which is given by a name such as ``pegs.0.1`` (layer 0, level 1). If there is a third
+    number, it is an index in a stack. If there is only one number, the PEG belongs to an encoding of queries and keys."""
     _, *layer, level = name.split(".")[:3]
     stacked = "".join(f", number {place}" for place in name.split(".")[3:])
     where = {"": "to queries and keys", "before": "before the first layer"}.get("".join(layer), f"after layer {''.join(layer)}")

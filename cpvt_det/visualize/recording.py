@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Record the forward pass of an image with hooks, so that the layers need no code for this.
+"""Record the forward pass of an image with hooks, so that the layers need no code for recording.
 
-A layer with a hook gets the whole batch. If it would otherwise leave out padded tokens, its results differ only by rounding.
-Attention layers keep no attention weights, because fused kernels do not produce them. Here, the weights are computed from the
-layers' inputs.
+A layer with a hook always computes the whole batch. If it would leave out padded tokens without the hook, its results with the hook
+differ only by rounding. Attention layers keep no attention weights, because fused kernels do not produce them. Here, the weights
+are computed from the layers' inputs.
 """
 
 import contextlib
@@ -35,8 +35,8 @@ def record_inputs(modules: Mapping[str, nn.Module]) -> contextlib.AbstractContex
         modules: name -> module.
 
     Returns:
-        A context that returns a dict of the positional arguments of each module's last call, by name. A module has no entry before
-        its first call.
+        A context that returns a dict: name -> positional arguments of the module's last call. A module has no entry before its
+        first call.
     """
     return _record(modules, lambda module, keep: module.register_forward_pre_hook(lambda _, args: keep(args)))
 
@@ -98,7 +98,7 @@ class Samples:
     """The sampling points of queries in deformable attention.
 
     Attributes:
-        locations: (B, Q, M, L, P, 2) float, xy in [0, 1] of the padded map; beyond it, zeros are sampled.
+        locations: (B, Q, M, L, P, 2) float, xy in [0, 1] of the padded map; outside the map, zeros are sampled.
         weights: (B, Q, M, L, P) float; they sum to 1 over L and P.
     """
 

@@ -94,7 +94,7 @@ def precision_recall_figure(curves: Sequence[Curve], names: Sequence[str]) -> "F
 
 
 def confusion_figure(matrix: np.ndarray, names: Sequence[str]) -> "Figure":
-    """The matrix of :meth:`cpvt_det.evaluation.matches.Matches.confusion`; the shade of a cell is its share of the row.
+    """The matrix of :meth:`cpvt_det.evaluation.matches.Matches.confusion`; the shade of a cell shows the cell's share of the row.
 
     A matrix of image classes, (K, K), has no background.
     """
@@ -125,7 +125,7 @@ def _percent(share: float) -> str:
 
 
 def _draw_worst(dataset: CocoDataset, matches: Matches, worst: Sequence[int], folder: Path, threshold: float) -> list[str]:
-    """Draw one picture per image, with ground truth next to detections, and return the file names relative to the folder."""
+    """Draw one picture per image, with the ground truth next to the detections. Return the file names relative to the folder."""
     for old in (folder / "worst").glob("*.png"):
         old.unlink()
     drawn = []
@@ -250,7 +250,7 @@ def draw_answers(answers: Sequence[Mapping[str, Any]], count: int, path: Path) -
 
 
 def write_class_report(counts: np.ndarray, names: Sequence[str], figures: Mapping[str, Mapping[str, float]], folder: Path) -> None:
-    """Write ``confusion.png``, and ``report.md`` with the figures and the pairs of classes that are confused most.
+    """Write ``confusion.png``, and ``report.md`` with the metrics and the pairs of classes that are confused most often.
 
     Args:
         counts: result of :meth:`cpvt_det.evaluation.top_k.ClassEvaluator.confusion`.

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``report.html``: the report of an evaluation as one page, whose figures and images follow a slider of the score threshold.
+"""``report.html``: the report of an evaluation as one page. A slider sets the score threshold, and the page's metrics and images
+follow it.
 
-In the browser, the page counts at any threshold in the same way as :mod:`cpvt_det.evaluation` does at one. Scores are rounded down
-to thousandths, the steps of the slider, so that both counts agree. For a very large data set, the slider has fewer positions, so
-that its counts fit into the page.
+At each threshold, the page counts in the browser in the same way as :mod:`cpvt_det.evaluation` counts at a single threshold. The
+slider moves in steps of a thousandth and scores are rounded down to thousandths, so that both counts agree. For a very large data
+set, the slider has fewer positions, so that the counts fit into the page.
 """
 
 import math
@@ -90,8 +91,8 @@ def _steps_of(scores: np.ndarray) -> np.ndarray:
 
 
 def _fitted(content: dict[str, Any]) -> dict[str, Any]:
-    """The data of the page, with a ``grid`` from ``GRIDS``. The slider stops only at multiples of the grid, for which the page
-    contains exact counts."""
+    """The data of the page, with a ``grid`` from ``GRIDS``. The slider stops only at multiples of the grid, because the page
+    contains exact counts only for these."""
     for grid in GRIDS:
         tables = {name: _on_grid(content[name], grid) for name in ("objects", "false", "confusion")}
         starts = {name: content[name] and content[name] // grid * grid for name in ("threshold", "best")}
@@ -102,8 +103,8 @@ def _fitted(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _on_grid(rows: Sequence[Row], grid: int) -> list[Row]:
-    """Merge rows that end with a step and a count, with steps lowered to multiples of the grid; a step of -1 remains the
-    lowest."""
+    """Lower the steps to multiples of the grid, and merge rows that then have the same step. Each row ends with a step and a count;
+    a step of -1 remains the lowest."""
     counts: Counter = Counter()
     for *key, step, count in rows:
         counts[(*key, step // grid * grid)] += count
@@ -133,12 +134,12 @@ def _best_step(curve: Curve) -> int | None:
 
 
 def _counts(matches: Matches, num_classes: int) -> dict[str, list[Row]]:
-    """The counts over all images, by the highest step that a score passes, or -1 if it passes none.
+    """The counts over all images, by the highest step that a score passes. The step is -1 if the score passes none.
 
     Returns:
-        ``objects``: rows of class, size, step of the detection that finds the objects, and their number; ``false``: rows of class,
-        step and number of detections without an object of their class; ``confusion``: rows of true class, detected class, step and
-        number, where class K is the background.
+        Three tables. The rows of ``objects`` are class, size, step of the detection that finds the objects, and number of these
+        objects. The rows of ``false`` are class, step, and number of detections without an object of their class. The rows of
+        ``confusion`` are true class, detected class, step, and number; class K is the background.
     """
     objects, steps = matches.objects, _steps_of(matches.scores)
     is_false, is_counted = matches.same_class == NOTHING, matches.any_class != IGNORED
@@ -174,8 +175,8 @@ def _image(matches: Matches, index: int, record: ImageRecord) -> dict[str, Any]:
 
 
 def _base_name(file_name: str) -> str:
-    """The last part of a path or an address, which reveals nothing about the machine, without the part after "?", which may
-    contain a key."""
+    """The last part of a path or an address, because this part reveals nothing about the machine. The part after "?" is removed,
+    because it may contain a key."""
     path = urlsplit(file_name).path if "://" in file_name else file_name
     return re.split(r"[\\/]", path)[-1]
 

@@ -46,7 +46,7 @@ class Mosaic(Mixing):
     Raises:
         ValueError: a centre outside the canvas, or a magnification below 1.
 
-    Source: arXiv 2004.10934, section 3.3, which places windows differently.
+    Source: arXiv 2004.10934, section 3.3; the windows there are placed differently.
     """
 
     def __init__(
@@ -90,7 +90,8 @@ class Mosaic(Mixing):
 
 @AUGMENTATION_REGISTRY.register_as("MixUp")
 class MixUp(Mixing):
-    """The weighted mean of two images, with the objects of both; the second is resized to fit into the canvas, at a random place.
+    """The weighted mean of two images, with the objects of both. The second image is resized to fit into the canvas and put at a
+    random place.
 
     Args:
         p: probability.
@@ -99,7 +100,7 @@ class MixUp(Mixing):
     Raises:
         ValueError: shares outside [0, 1].
 
-    Source: arXiv 1902.04103, section 3.1; here objects have no weights, so the shares are close to a half.
+    Source: arXiv 1902.04103, section 3.1. Objects have no weights here, so by default the shares are close to a half.
     """
 
     def __init__(self, p: float = 0.5, share: Sequence[float] = (0.4, 0.6)):

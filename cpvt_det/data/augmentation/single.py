@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """torchvision's augmentations of a single image, under torchvision's names.
 
-Some are left out: those after which boxes no longer match the pixels (``RandomErasing``; ``ElasticTransform``, which moves only a
-box's corners), those that do not accept boxes, and those with config keys of their own (mirroring and resizing).
+Three kinds are left out. After the first kind, boxes no longer match the pixels: ``RandomErasing``, and ``ElasticTransform``,
+which moves only a box's corners. The second kind does not accept boxes. The third kind, mirroring and resizing, has its own
+config keys.
 """
 
 import functools
@@ -76,12 +77,13 @@ class RandomIoUCrop(v2.RandomIoUCrop):
     Args:
         min_scale, max_scale: sides of the crop as fractions of the image's sides.
         min_aspect_ratio, max_aspect_ratio: width over height of the crop, in pixels, regardless of the image's own ratio.
-        sampler_options: overlaps, one of which is drawn for each image; a crop must have at least this overlap with some box, and 1
-            leaves the image whole. ``None`` means 0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.
+        sampler_options: overlaps, from which one is drawn for each image. A crop must have at least this overlap with some box;
+            an overlap of 1 leaves the image whole. ``None`` means 0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.
         trials: number of crops that are tried for an overlap, before another overlap is drawn.
 
     Raises:
-        ValueError: ``sampler_options`` without 1: for some images no other overlap can be reached, so the search would never end.
+        ValueError: ``sampler_options`` do not contain 1. For some images no other overlap can be reached, so the search would
+            never end.
 
     Source: arXiv 1512.02325, section 2.2.
     """
@@ -100,7 +102,9 @@ class RandomIoUCrop(v2.RandomIoUCrop):
             raise ValueError(f"sampler_options must contain 1, which keeps the image whole, got {list(self.options)}")
 
     def forward(self, image: Tensor, boxes: Tensor, labels: Tensor) -> Scene:
-        """Crop. An image without boxes is left whole at once; torchvision would do so only after many trials."""
+        """Crop. An image without boxes is left whole immediately, whereas torchvision would leave it whole only after many
+        trials.
+        """
         return super().forward(image, boxes, labels) if len(boxes) else (image, boxes, labels)
 
     def transform(self, inpt: Any, params: dict[str, Any]) -> Any:

@@ -61,7 +61,7 @@ def augmentation_errors(name: str, scene: Scene, where: str) -> Iterator[None]:
         where: name of the image.
 
     Raises:
-        ConfigError: an augmentation that failed.
+        ConfigError: the augmentation failed.
     """
     try:
         yield
@@ -95,7 +95,7 @@ class AugmentationStep:
         """Augment a scene; ``draw`` is for augmentations that mix images.
 
         Raises:
-            TypeError: a result that is not a :data:`Scene`.
+            TypeError: the result is not a :data:`Scene`.
         """
         found = self.augment(image, boxes, labels, draw) if self.mixes else self.augment(image, boxes, labels)
         wrong = _fault(found)

@@ -20,7 +20,7 @@ def read_coco_files(listing: Listing, files: Sequence[Path]) -> Sections:
     The ``split`` of an image is the one named in the path of its JSON.
 
     Raises:
-        DataError: an entry that is not a JSON object, a category that cannot be used, an image in two files of one split.
+        DataError: an entry is not a JSON object, a category cannot be used, or an image is in two files of one split.
     """
     images: list[dict[str, Any]] = []
     annotations: list[dict[str, Any]] = []
@@ -88,7 +88,7 @@ def _annotation(annotation: dict[str, Any], number: int, path: Path, ids: dict[s
 
 
 def _whole(value: Any) -> Any:
-    """Convert an id such as "1", or 1.0 as written by pandas and treated as 1 by pycocotools, to an integer."""
+    """Convert an id to an integer: "1", for example, or 1.0, which pandas writes and pycocotools treats as 1."""
     is_whole = value.isdecimal() if isinstance(value, str) else isinstance(value, float) and value.is_integer()
     return int(value) if is_whole else value
 

@@ -42,8 +42,8 @@ class Layout:
     Attributes:
         format: name of the format: coco, yolo, voc, cvat, or one that the user registered.
         what: the files that are read, for the log.
-        places: files of the splits that the folder itself defines, ``train`` and at least one other, if a config can refer to them;
-            otherwise empty.
+        places: files of the splits that the folder itself defines, which are ``train`` and at least one other. Empty if there are
+            no such splits, or if a config cannot refer to them.
         read: function that reads all images at once.
         notes: remarks on what was found but is not read, one line each.
     """
@@ -85,10 +85,11 @@ def find_layout(listing: Listing, wanted: str = "") -> Layout:
 
 
 def _own_layout(listing: Listing, name: str) -> Layout | None:
-    """The layout in a registered format, if it matches the folder, a file directly in it, or exactly one folder below it.
+    """The layout in a registered format, if that format matches the folder, a file directly in it, or exactly one folder below
+    it.
 
     Raises:
-        DataError: several folders that match and are not inside each other.
+        DataError: several folders match, and they are not inside each other.
     """
     data_format = FORMAT_REGISTRY.get(name)
     direct = (listing.root, *(path for path in listing.files if path.parent == listing.root))
@@ -136,7 +137,9 @@ def _can_be_used(splits: Mapping[str, object]) -> bool:
 
 
 def _read_together(contents: Sequence[tuple[str, Sections]]) -> Sections:
-    """All splits of a data set joined, with the split of each image; an image in several splits is taken once."""
+    """All splits of a data set joined into one, with the split of each image. An image that is in several splits is included only
+    once.
+    """
     images: dict[str, dict[str, Any]] = {}
     annotations = []
     for split, content in contents:
@@ -167,7 +170,9 @@ def _coco(listing: Listing) -> Layout | None:
 
 
 def _coco_places(listing: Listing, of_split: Mapping[str, Path]) -> Places:
-    """A JSON and an image folder for each split; empty if a JSON has faults, classes differ, or images have no common folder."""
+    """A JSON and an image folder for each split; empty if a JSON has faults, if the classes of the JSONs differ, or if the images
+    have no common folder.
+    """
     places, classes, found = {}, [], Names(listing.images, listing)
     for split, path in of_split.items():
         dataset = read_coco(DatasetFiles(split, path))
@@ -230,8 +235,9 @@ FINDERS: dict[str, Callable[[Listing], Layout | None]] = {"coco": _coco, "yolo":
 
 
 def _contains(path: Path, *words: str) -> bool:
-    """Whether a file contains all of these words. Of a large file, only both ends are read; one word and ``image_id`` are
-    enough."""
+    """Whether a file contains all of these words. Only the beginning and the end of a large file are read; there, one of the
+    words together with ``image_id`` is enough.
+    """
     ends, is_whole = ends_of(path, HEAD), path.stat().st_size <= 2 * HEAD
     return all(word in ends for word in words) if is_whole else any(word in ends for word in words) and '"image_id"' in ends
 

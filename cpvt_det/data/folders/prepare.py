@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a folder to entries of ``DATASETS.REGISTER``. Nothing is written into the folder.
+"""Turn a folder into entries of ``DATASETS.REGISTER``. Nothing is written into the folder.
 
 If the folder's own files define a split, the entries refer to these files. A split that is drawn, or that folder names define, is
 written as COCO JSONs.
@@ -44,7 +44,9 @@ class FolderData:
     written: list[str] = field(default_factory=list)
 
     def source_of(self, source: str) -> str:
-        """A data set's name and file, as messages show them: with the folder in place of a JSON that was written for a split."""
+        """A data set's name and file, as messages show them. If a JSON was written for a split, messages show the folder instead
+        of this JSON.
+        """
         for _, annotations, folder in self.register:
             source = source.replace(annotations, folder) if annotations in self.written else source
         return source
@@ -65,7 +67,8 @@ def name_datasets(folder: Path, output: Path, wanted: str = "", new_split: bool 
 
     Args:
         folder: folder of images and annotations, in a layout of :mod:`cpvt_det.data.folders.layouts`.
-        output: folder for JSONs, written if a config cannot refer to the splits otherwise; created when needed.
+        output: folder for JSONs, which are written if a config cannot refer to the splits otherwise. The folder is created when
+            needed.
         wanted: format to read if the folder has annotations in several formats.
         new_split: whether to draw a split even if the folder has one.
 
@@ -159,10 +162,10 @@ def _part(content: Sections, image_ids: set[int], folder: Path) -> Sections:
 
 
 def refuse_overlap(train: CocoDataset, val: CocoDataset) -> None:
-    """Refuse a split that has an image in both parts, as the same file or as a copy.
+    """Refuse a split in which an image, or a copy of it, is in both parts.
 
     Raises:
-        DataError: images that are both in training and in validation.
+        DataError: images are both in training and in validation.
     """
     paths = [{os.path.realpath(record.file_name): record.file_name for record in dataset.records} for dataset in (train, val)]
     both = [(path, path) for path in paths[0].keys() & paths[1].keys()] or _copies(*(list(named.values()) for named in paths))

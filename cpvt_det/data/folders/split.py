@@ -2,8 +2,8 @@
 """Divide a data set into images for training and images for validation.
 
 The same images and seed give the same split on every machine. Near-duplicates, such as neighbouring frames of a film, stay
-together; otherwise validation would use images that are almost the same as training images. A long film is divided only if there
-are few other images.
+together, because validation would otherwise use images that are almost the same as training images. A long film is divided only
+if there are few other images.
 """
 
 import hashlib
@@ -31,11 +31,12 @@ def divide(content: Sections, root: Path, seed: int, notes: list[str]) -> dict[s
         notes: list to which remarks on the split are added, one line each.
 
     Returns:
-        ``train`` and ``val``, each with the ids of its images. Both have every class if possible. ``val`` lacks a class if every
-        group of near-duplicates with this class has the last objects of some class, or is larger than ``val`` as a whole should be.
+        ``train`` and ``val``, each with the ids of its images. Both have every class if possible. ``val`` lacks a class if no
+        group of near-duplicates with this class may go to ``val``, either because ``train`` would then lose a class, or because
+        the group is larger than ``val`` as a whole should be.
 
     Raises:
-        DataError: fewer than two images.
+        DataError: there are fewer than two images.
     """
     images = {image["id"]: image["file_name"] for image in content["images"]}
     if len(images) < 2:
@@ -75,7 +76,8 @@ def _groups(images: Mapping[int, str], root: Path, seed: int) -> list[list[int]]
 
 
 def _choose(classes: Sequence[set[str]], sizes: Sequence[int], target: int) -> set[int]:
-    """Choose groups for validation: one for each class, rarest classes first, then others in order, up to ``target`` images.
+    """Choose groups for validation: first one for each class, beginning with the rarest class, then others in order, up to
+    ``target`` images.
 
     The last group with objects of a class stays in training, and so does a group that alone exceeds the target.
     """

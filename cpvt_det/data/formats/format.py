@@ -21,13 +21,13 @@ class DataFormat:
 
     Attributes:
         matches: function that tells whether a path, the second entry of a triple of ``DATASETS.REGISTER``, is in this format.
-        read: function that reads a path and a split, the third entry. Images need ``id`` and ``file_name``, annotations ``id``,
-            ``image_id``, ``category_id`` and ``bbox`` (xywh in pixels) or ``relative_cxcywh`` (in [0, 1]), categories ``id`` and
-            ``name``; sizes of images are optional. Faulty entries are passed on for the data check to report: either unchanged, or
-            with the key ``rules.FAULT``, whose value is a heading and a text in the format's own terms. The ``source`` of an
-            annotation is its file and line.
-        splits: function that lists the splits of a path, for ``cpvt-det train FOLDER``; a path without splits is a single set,
-            which is read with the split "".
+        read: function that reads a path and a split, the third entry. Images need ``id`` and ``file_name``; their sizes are
+            optional. Annotations need ``id``, ``image_id``, ``category_id`` and either ``bbox`` (xywh in pixels) or
+            ``relative_cxcywh`` (in [0, 1]). Categories need ``id`` and ``name``. Faulty entries are passed on, and the data check
+            reports them. They are either unchanged, or have the key ``rules.FAULT``, whose value is a heading and a text in the
+            format's own terms. The ``source`` of an annotation is its file and line.
+        splits: function that lists the splits of a path, for ``cpvt-det train FOLDER``. A path without splits is a single data
+            set, which is read with "" as its split.
         files: function that lists all files that ``read`` reads or looks for, including images, in a fixed order. With it, a
             data set of 10,000 files or more is cached in ``DATASETS.CACHE`` until one of them changes. With ``None``, the data set
             is read at every start.
@@ -42,7 +42,8 @@ class DataFormat:
 def make_sections(
     images: Iterable[dict[str, Any]], annotations: Iterable[dict[str, Any]], names: Mapping[int, str], *notes: Notes
 ) -> Sections:
-    """Sections whose images and annotations are numbered from 1 in the given order, with all notes, each place listed only once.
+    """Sections whose images and annotations are numbered from 1 in the given order. They contain all notes, and each place is
+    listed only once.
 
     Args:
         images, annotations: entries; an entry that has an id keeps it.

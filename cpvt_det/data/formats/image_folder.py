@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A folder of images per class, ``root/train/CLASS/*.jpg``: the layout of ImageNet and of torchvision's ``ImageFolder``.
 
-Each image counts as one object of its class that fills the image. Files in deeper folders belong to the class, too; a folder is
+Each image counts as one object of its class that fills the image. Files in deeper folders belong to the class, too. A folder is
 read only once, even if links lead to it again. Files with other suffixes, and names that start with a dot, are ignored.
 """
 
@@ -28,15 +28,15 @@ def read_image_folder(root: Path, split: str) -> Sections:
     """Read a data set into COCO's sections, without sizes of images.
 
     Args:
-        root: folder of the splits.
+        root: folder that contains the splits.
         split: name of a folder in ``root`` whose subfolders are the classes; if empty, the folders in ``root`` are the classes.
 
     Returns:
         The sections. Category ids count from 1 in alphabetical order over the classes of all splits, so that labels are the same
-        even in a split that lacks a class; image ids count from 1 in the order of the paths.
+        even in a split that lacks a class. Image ids count from 1 in the order of the paths.
 
     Raises:
-        DataError: a split that does not exist, or that has no class folder.
+        DataError: the split does not exist, or it has no class folder.
     """
     place = root / split
     if not place.is_dir():

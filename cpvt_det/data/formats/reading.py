@@ -22,8 +22,8 @@ def read_foreign(files: DatasetFiles) -> Sections:
         files: files of the data set: ``annotations`` is a path of the format, ``split`` the name of a split.
 
     Returns:
-        The sections. Sizes that the annotations lack are read from the image files; a file that cannot be read gets the size 1 x 1,
-        and is later reported when images are checked. An annotation's ``source`` is its file and position.
+        The sections. If the annotations lack image sizes, these are read from the image files. A file that cannot be read gets
+        the size 1 x 1, and is reported later, when images are checked. An annotation's ``source`` is its file and position.
 
     Raises:
         DataError: an unknown format, or a split that does not exist.
@@ -39,7 +39,7 @@ def read_foreign(files: DatasetFiles) -> Sections:
 
 
 def complete(content: Sections) -> Sections:
-    """The same sections, after adding missing image sizes, boxes in pixels, and notes."""
+    """The same sections with missing image sizes, boxes in pixels, and notes added."""
     content.setdefault("notes", {})
     _add_sizes(content["images"])
     _add_boxes(content)
@@ -62,7 +62,7 @@ def _size(path: str) -> tuple[int, int]:
 
 
 def _add_boxes(content: Sections) -> None:
-    """Convert boxes relative to their image to pixels; boxes with numbers far outside [0, 1] are marked as faulty."""
+    """Convert boxes that are relative to their image to pixels. Boxes with numbers far outside [0, 1] are marked as faulty."""
     size_of = {image["id"]: (image.get("width", 1), image.get("height", 1)) for image in content["images"]}
     for annotation in content["annotations"]:
         relative = annotation.pop("relative_cxcywh", None)

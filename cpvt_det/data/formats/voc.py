@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pascal VOC's format: one XML file per image.
 
-Box coordinates start at 1 and include the last pixel; if any box is at 0, coordinates are taken to start at 0 in the whole data
-set. Objects marked difficult are neither learned nor counted in evaluation, as in VOC's own evaluation: they become COCO's crowds.
-Source: the VOC 2012 development kit, section 10. Rotated boxes (roLabelImg) and polygons (LabelMe) become the upright boxes around
-them.
+Box coordinates start at 1 and include the last pixel. If any box starts at 0, coordinates are taken to start at 0 in the whole
+data set. Objects marked difficult are neither learned nor counted in evaluation, as in VOC's own evaluation: they become COCO's
+crowds. Source: the VOC 2012 development kit, section 10. Rotated boxes (roLabelImg) and polygons (LabelMe) become the upright
+boxes around them.
 """
 
 import math
@@ -51,13 +51,14 @@ def read_voc(folder: Path, split: str) -> Sections:
     """Read a data set into COCO's sections.
 
     Args:
-        folder: folder with XML files and images: in ``Annotations/`` and ``JPEGImages/``, side by side, or in other folders.
+        folder: folder with XML files and images. They may be in ``Annotations/`` and ``JPEGImages/``, side by side, or in other
+            folders.
         split: name of a file in ``ImageSets/Main`` without ``.txt``; empty for every XML file.
 
     Returns:
-        The sections. Category ids count from 1 in the order of ``classes.txt`` in the folder, or else in alphabetical order over
-        all XML files of the folder, regardless of the split; image ids count from 1 in the order of the split's file, or else of
-        the file names.
+        The sections. Category ids count from 1 in the order of ``classes.txt`` in the folder. Without this file, they follow the
+        alphabetical order of the classes in all XML files of the folder, regardless of the split. Image ids count from 1 in the
+        order of the split's file or, without a split, of the file names.
 
     Raises:
         DataError: a file that cannot be read, or a split that does not exist.
@@ -103,7 +104,9 @@ def _name(element: ET.Element) -> str:
 
 
 def _classes(folder: Path, trees: Iterable[ET.Element]) -> dict[str, int]:
-    """Class name -> category id, from 1: in the order of ``classes.txt``, or else of the sorted names in the XML files."""
+    """Class name -> category id, counted from 1 in the order of ``classes.txt``; without this file, in the order of the sorted
+    names in the XML files.
+    """
     listed = folder / "classes.txt"
     if listed.is_file():
         names = map(composed, read_lines(listed))
@@ -139,7 +142,7 @@ def _listed(folder: Path, path: Path, line: str, names: Names) -> Path:
 
 
 def _box(element: ET.Element, first: int) -> dict[str, Any]:
-    """COCO's box of an object, counted from 0, or its fault."""
+    """An object's box as in COCO, with coordinates from 0, or its fault."""
     box, rotated, polygon = (element.find(tag) for tag in ("bndbox", "robndbox", "polygon"))
     try:
         if box is not None:

@@ -44,7 +44,7 @@ def find_yolo(path: Path) -> Path | None:
 
 
 class YoloFile:
-    """The YAML file of a data set; paths in it are relative to its ``path:``, or without one to the file.
+    """The YAML file of a data set. Paths in it are relative to its ``path:`` or, if there is none, to the folder of the file.
 
     Args:
         path: a folder with ``data.yaml``, or the YAML file.
@@ -71,7 +71,7 @@ class YoloFile:
 
     @property
     def missing(self) -> dict[str, str]:
-        """Each split that the file names -> an error message if its images do not exist, else an empty text."""
+        """Each split that the file names -> an error message if the split's images do not exist, otherwise an empty text."""
         found = {}
         for split in filter(self._written, SPLITS):
             try:
@@ -126,7 +126,7 @@ class YoloFile:
         return places
 
     def listing(self, places: Iterable[Path]) -> Listing:
-        """The files of the data set: those below its folder, and those near images that are elsewhere."""
+        """The files of the data set: the files below its folder and, if there are images elsewhere, the files near these images."""
         others, real = [], self.root.resolve()
         folders = (place if place.is_dir() else place.parent for place in places)
         for place in (place for place in folders if real not in (place.resolve(), *place.resolve().parents)):
@@ -178,7 +178,9 @@ def read_yolo(path: Path, split: str) -> Sections:
 
 
 def label_files(listing: Listing) -> list[Path]:
-    """The text files named like images, if any of them has lines like YOLO's; if there are none, all text files with such lines."""
+    """The text files that are named like images, if any of them has lines like YOLO's. If no text file is named like an image,
+    all text files with such lines.
+    """
     pairs = Names(listing.images, listing).pair(_texts(listing))
     alike = [path for path in pairs or _texts(listing) if _is_like_labels(path, strictly=not pairs)]
     return list(pairs) if alike and pairs else alike
@@ -187,8 +189,8 @@ def label_files(listing: Listing) -> list[Path]:
 def read_label_files(listing: Listing) -> Sections:
     """Read YOLO's text files without a YAML file.
 
-    An image without a text file has no objects. Ids and classes are as in :func:`read_yolo`; if no file has class names, the
-    numbers serve as names.
+    An image without a text file has no objects. Ids and classes are as in :func:`read_yolo`. If no file has class names, the
+    class numbers serve as names.
 
     Raises:
         DataError: a file that cannot be read; files with different class names.
@@ -203,7 +205,9 @@ def _texts(listing: Listing) -> list[Path]:
 
 
 def _is_like_labels(path: Path, strictly: bool) -> bool:
-    """Whether a file begins with five numbers, whatever separates them; with ``strictly``, the last four must be in [0, 1]."""
+    """Whether a file begins with five numbers, whatever separates them. If ``strictly`` is set, the last four of them must be in
+    [0, 1].
+    """
     words = re.split(r"[\s,;]+", ends_of(path, 400).lstrip())[:5]
     if len(words) < 5 or not all(re.fullmatch(r"[+-]?(\d+\.?\d*(e[+-]?\d+)?|\.\d+|nan|inf)", word, re.I) for word in words):
         return False
@@ -215,7 +219,8 @@ def _sections(
 ) -> Sections:
     """COCO's sections for the images of a split, or for all images if ``split`` is empty; ``names`` finds their text files.
 
-    ``keypoints`` is the count of numbers after a box, ``None`` if unknown. If ``classes`` is ``None``, numbers serve as names.
+    ``keypoints`` is how many numbers follow a box, ``None`` if unknown. If ``classes`` is ``None``, the class numbers serve as
+    names.
     """
     texts = _texts(names.listing)
     label_of = {str(image): label for label, image in names.pair(texts).items()}
@@ -251,8 +256,9 @@ def _sections(
 
 
 def _parse(line: str, keypoints: int) -> dict[str, Any]:
-    """Class and box of a line, or its fault; for an ambiguous line also ``count``, how many numbers it has, and the first six
-    ``numbers``."""
+    """Class and box of a line, or its fault. An ambiguous line also gets ``count``, which says how many numbers it has, and
+    ``numbers``, the first six of them.
+    """
     said, number, *numbers = repr(line[:100]), *_numbers(line)
     if not all(map(math.isfinite, (number, *numbers))):
         return _fault("lines that are not numbers", f"{said}; expected {LINE}")
@@ -294,10 +300,11 @@ def _fault(heading: str, detail: str) -> dict[str, Any]:
 def _settle(annotations: Sequence[dict[str, Any]], is_known: bool) -> dict[str, list[str]]:
     """Decide what ambiguous lines mean; returns notes.
 
-    A box may be followed by a confidence, and then by a track, which is a whole number. Lines are read in this way if the first
-    four numbers are a box inside the image in every line, while the four numbers from the second one on are not in at least one
-    line. Polygons in a data set differ in their number of points, and lists of keypoints do not; this is checked unless the number
-    of keypoints ``is_known``. Lines that remain unclear are marked as faulty.
+    A box may be followed by a confidence, and then by a track, which is a whole number. Lines are read in this way if two
+    conditions hold: in every line the first four numbers are a box inside the image, and in at least one line the four numbers
+    from the second one on are not such a box. Polygons in a data set have different numbers of points, whereas lists of keypoints
+    all have the same length; this is checked unless the number of keypoints ``is_known``. Lines that remain unclear are marked as
+    faulty.
     """
     notes = {}
     of_count = {count: [box for box in annotations if box.get("count") == count] for count in (5, 6)}
@@ -335,7 +342,7 @@ def _numbers_as_names(annotations: Sequence[dict[str, Any]]) -> dict[int, str]:
     """A name for each class up to the largest number.
 
     Raises:
-        DataError: a number that is too large for a class.
+        DataError: a number is too large for a class.
     """
     last = max(annotations, key=lambda annotation: annotation["category_id"], default={"category_id": 0})
     if last["category_id"] >= MOST_CLASSES:
@@ -350,7 +357,7 @@ def _listed_names(listing: Listing) -> list[str]:
     """The class names from files that list them; empty if there is no such file.
 
     Raises:
-        DataError: files that contradict each other.
+        DataError: the files contradict each other.
     """
     files = [path for path in listing.files if path.name.lower() in NAME_FILES or path.suffix.lower() == ".names"]
     for path in listing.with_suffix(".data"):  # darknet's
@@ -367,9 +374,10 @@ def _listed_names(listing: Listing) -> list[str]:
 
 
 def _ends(place: str) -> list[Path]:
-    """What a path in a YAML file may mean relative to the folder of that file: Roboflow writes ``../train/images`` for
-    ``train/images``, and ``/home/me/cats/train/images`` of another machine is ``cats/train/images`` or ``train/images``, but not
-    just any ``images``."""
+    """What a path in a YAML file may mean relative to the folder of that file. Roboflow writes ``../train/images`` for
+    ``train/images``. A path from another machine, such as ``/home/me/cats/train/images``, may mean ``cats/train/images`` or
+    ``train/images``, but not just any ``images``.
+    """
     words = place.replace("\\", "/").split("/")
     parts = [word for word in words if word not in ("", ".", "..")]
     is_absolute = not words[0] or words[0].endswith(":")

@@ -38,7 +38,7 @@ def draw_dataset(
     spec: ShapesSpec = ShapesSpec(),
     num_processes: int | None = None,
 ) -> None:
-    """Draw the data set, or do nothing if the folder already contains it, complete and with the same parameters.
+    """Draw the data set, or do nothing if the folder already contains the complete data set with the same parameters.
 
     Writes ``annotations/train.json``, ``annotations/val.json``, ``train/000000.jpg``, ... Processes are spawned, so a script that
     uses more than one needs the usual ``if __name__ == "__main__":``.
@@ -49,11 +49,11 @@ def draw_dataset(
         num_val: number of validation images.
         seed: random seed, 0 or more.
         spec: properties of the images.
-        num_processes: number of processes; ``None`` means one per core that this process may use, at most 16.
+        num_processes: number of processes. ``None`` means one for each core that this process may use, but at most 16.
 
     Raises:
         ValueError: a number out of range.
-        DataError: the folder contains other data, this data set with other parameters, or only part of it.
+        DataError: the folder contains other data, this data set with other parameters, or only a part of this data set.
     """
     if min(num_train, num_val, num_processes or 1) < 1 or seed < 0:
         raise ValueError(
@@ -123,7 +123,7 @@ def _draw_file(folder: Path, spec: ShapesSpec, seed: int, split_index: int, inde
 
 
 def _to_coco(info: dict[str, Any], drawn: Sequence[tuple[Any, ...]]) -> dict[str, Any]:
-    """The content of a JSON file in COCO's format; ids start at 1, and the area of an object is that of its box."""
+    """The content of a JSON file in COCO's format. Ids start at 1, and the area of an object is the area of its box."""
     images, annotations = [], []
     for index, ((height, width), *objects) in enumerate(drawn):
         images.append({"id": index + 1, "file_name": _file_name(index), "width": width, "height": height})

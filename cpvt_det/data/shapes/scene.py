@@ -54,11 +54,12 @@ class ShapesSpec:
         image_sides: (smallest, largest) width and height in pixels, drawn independently.
         object_sides: (smallest, largest) width and height of a box in pixels.
         max_objects: largest number of objects per image; the smallest is 0.
-        max_overlap: largest share of a box that other boxes may cover in total.
-        min_visible: smallest share of an object's area inside the image; at 0.5, an hourglass could look like a triangle.
+        max_overlap: largest fraction of a box that all other boxes together may cover.
+        min_visible: smallest share of an object's area that must be inside the image. With 0.5, an hourglass could look like a
+            triangle.
         scale: factor for both pixel ranges; the same seed gives the same scenes at every scale.
-        aspect: width over height of every image; its area is that of a square with a side from ``image_sides``. With ``None``, the
-            sides are drawn independently.
+        aspect: width over height of every image. The area of an image is the area of a square with a side from ``image_sides``.
+            With ``None``, the sides are drawn independently.
 
     Raises:
         ConfigError: objects that do not fit into the images, or are too small to be recognised.
@@ -246,7 +247,7 @@ def _place_shape(spec: ShapesSpec, width: int, height: int, rng: np.random.Gener
 
 
 def _to_64ths(pixels: np.ndarray) -> np.ndarray:
-    """Round to steps in which sums and differences of pixels are exact, so that no box exceeds its image by 1e-14."""
+    """Round to multiples of 1/64 pixel, whose sums and differences are exact, so that no box exceeds its image by 1e-14."""
     return np.round(64 * pixels) / 64
 
 
@@ -266,7 +267,9 @@ def _clip_path(path: np.ndarray, width: int, height: int) -> np.ndarray:
 
 
 def _one_polygon(paths: Sequence[np.ndarray], width: int, height: int) -> np.ndarray:
-    """The part of an outline inside the image, without its holes; a cut, which the polygon runs along twice, leads to each hole."""
+    """The part of an outline inside the image as one polygon, without its holes. A cut leads to each hole, and the polygon runs
+    along it twice.
+    """
     outline, *holes = (_clip_path(path, width, height) for path in paths)
     for hole in holes:
         if len(hole):
@@ -275,7 +278,7 @@ def _one_polygon(paths: Sequence[np.ndarray], width: int, height: int) -> np.nda
 
 
 def _area(paths: Sequence[np.ndarray]) -> float:
-    """The area of an outline without that of its holes."""
+    """The area of an outline minus the area of its holes."""
     areas = [abs(np.sum(p[:, 0] * np.roll(p[:, 1], -1) - p[:, 1] * np.roll(p[:, 0], -1))) / 2 for p in paths]
     return float(areas[0] - sum(areas[1:]))
 
@@ -289,7 +292,7 @@ def _leaves_room(shape: Shape, others: Sequence[Shape], max_overlap: float) -> b
 
 
 def _pick_colour(avoid: Sequence[np.ndarray], rng: np.random.Generator) -> np.ndarray:
-    """A random colour with enough contrast to the others, or the best of 30 random colours if none has enough."""
+    """A random colour with enough contrast to the others; if none of 30 random colours has enough, the best of them."""
     colours = rng.uniform(0, 255, (30, 3))
     # (30, 1, 3) - (n, 3) -> (30, n), weighted by the eye's sensitivity
     distances = np.sqrt((((colours[:, None] - np.stack(avoid)) ** 2) * (0.7, 1.6, 0.7)).sum(-1))
@@ -335,7 +338,7 @@ def _stamp(
     shading: Sequence[float] = (0.0, 0.0),
     line_width: float | None = None,
 ) -> None:
-    """Paint a colour on the canvas inside ``box``: on an outline without its holes, or on thin strokes."""
+    """Paint a colour on the canvas inside ``box``, either on an outline without its holes or on thin strokes."""
     height, width = canvas.shape[:2]
     left, top = np.maximum(np.floor(box[:2] * factor), 0).astype(int).tolist()
     right, bottom = np.minimum(np.ceil(box[2:] * factor), (width, height)).astype(int).tolist()

@@ -39,8 +39,8 @@ class CheckedData:
     """The data sets of a run, without the images and boxes that have faults.
 
     Attributes:
-        train, tests: data sets in the order of the config, except those that cannot be read.
-        issues: the issues of each data set, and those that concern all data sets together.
+        train, tests: data sets in the order of the config, except data sets that cannot be read.
+        issues: the issues of each data set, and the issues that concern all data sets together.
     """
 
     train: list[CocoDataset]
@@ -60,7 +60,7 @@ def look_at_images(records: Records, decode: bool, examples: float, part: range 
         records: records of a data set.
         decode: whether to decode every image, not only those that seem cut off.
         examples: largest number of examples stored for each kind of issue.
-        part: indices of the records to check; ``None`` for all. Only the part with the first record has a progress bar.
+        part: indices of the records to check; ``None`` for all. Only the part that contains the first record has a progress bar.
     """
     part = range(len(records)) if part is None else part
     looked = Looked(Issues("", examples))
@@ -82,7 +82,8 @@ def look_at_images(records: Records, decode: bool, examples: float, part: range 
 
 
 def look_at_files(paths: Iterable[str], number: int, decode: bool = False, quiet: bool = False) -> Iterator[Seen]:
-    """The header or error of each path; from the moment when no image could be read for some time, a :class:`NotTriedError`.
+    """The header or the error of each path. Once no image could be read for some time, all further paths get a
+    :class:`NotTriedError`.
 
     Args:
         paths: paths of images.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images that are nearly the same: copies, the same image in another size or compression, neighbouring frames of a film.
+"""Find images that are nearly the same: copies, the same image in another size or compression, neighbouring frames of a film.
 
 Each image becomes a thumbnail of 24 x 24 grey values, minus their mean and divided by their norm. The product of two thumbnails is
-the correlation of their pixels, so brightness and contrast do not matter. No list of all pairs is made, because for a film it would
-grow with the square of the number of frames.
+the correlation of their pixels, so brightness and contrast do not matter. No list of all pairs is made, because the list would
+grow with the square of the number of a film's frames.
 """
 
 import sys
@@ -31,8 +31,8 @@ def near_duplicates(first: Sequence[str], second: Sequence[str]) -> dict[int, tu
         first, second: paths of images, as in :func:`cpvt_det.data.images.open_image`; unreadable images have no duplicates.
 
     Returns:
-        Index in ``second``, ascending -> index in ``first`` of the first image that is nearly the same, and the number of such
-        images.
+        A map from index in ``second``, ascending, to a pair: the index in ``first`` of the first image that is nearly the same,
+        and the number of such images.
     """
     one, other = _thumbnails(first), _thumbnails(second)
     found = {}

@@ -40,7 +40,7 @@ class Issues:
 
     Attributes:
         errors: issues that always stop a run.
-        faults: images and boxes that ``DATASETS.ON_BAD drop`` leaves out; otherwise they stop a run.
+        faults: images and boxes that are left out with ``DATASETS.ON_BAD drop``, and that stop a run otherwise.
         infos: issues that a rule always corrects; they are counted, but never stop a run.
     """
 
@@ -105,7 +105,7 @@ class Issues:
         return {heading: group.count for groups in (self.errors, self.faults, self.infos) for heading, group in groups.items()}
 
     def lines(self, *parts: Groups) -> list[str]:
-        """Lines with the source, headings and examples of the given groups; no lines if these are empty."""
+        """Lines with the source, headings and examples of the given groups; no lines if there are no groups."""
         lines = [f"{self.source}:"] if self.source and any(parts) else []
         for heading, group in (item for groups in parts for item in groups.items()):
             lines += [f"  {heading}: {group.count}", *(f"    {example}" for example in group.examples)]
@@ -142,8 +142,8 @@ def require_no_errors(found: Iterable[Issues], on_bad: str) -> None:
         on_bad: one of ``POLICIES``.
 
     Raises:
-        DataError: a single fault, in one line.
-        DataFaultsError: several faults; the message is a line of advice, followed by one line per fault.
+        DataError: there is a single fault; the message has one line.
+        DataFaultsError: there are several faults. The message is a line of advice, followed by one line per fault.
     """
     bad = [issues for issues in found if issues.has_errors(on_bad)]
     if not bad:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rules for entries of COCO JSON: which entries are faulty, and which part of a box counts.
 
-A fault is a pair of a heading and a detail. Training and evaluation leave out the same boxes: those without area or outside their
-image. Boxes partly outside are clipped in both.
+A fault is a pair of a heading and a detail. Training and evaluation leave out the same boxes: boxes without area, and boxes
+outside their image. Both clip boxes that are partly outside.
 """
 
 from collections.abc import Container
@@ -100,8 +100,8 @@ def clip_box(box: list[float], size: Size) -> tuple[list[float] | None, str | No
         size: (height, width) of the image in pixels.
 
     Returns:
-        The box, its part inside the image, or ``None``; and the reason, ``WITHOUT_AREA``, ``OUTSIDE`` or ``CLIPPED``, which is
-        ``None`` if the box is unchanged.
+        Two values. The first is the box, its part inside the image, or ``None``. The second is the reason, ``WITHOUT_AREA``,
+        ``OUTSIDE`` or ``CLIPPED``; it is ``None`` if the box is unchanged.
     """
     x, y, w, h = box
     if w <= 0 or h <= 0:

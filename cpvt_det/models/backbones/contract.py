@@ -32,7 +32,7 @@ The contract of a backbone, an ``nn.Module``:
 
 
 def load_all(body: nn.Module, found: Mapping[str, Tensor], what: str, spare: Collection[str] = ()) -> None:
-    """Load the weights of a whole network; only the batch counters of norms may be missing.
+    """Load the weights of a whole network. Only the batch counters of norms may be missing.
 
     Args:
         body: the network.
@@ -41,7 +41,7 @@ def load_all(body: nn.Module, found: Mapping[str, Tensor], what: str, spare: Col
         spare: names of tensors in ``found`` that are ignored.
 
     Raises:
-        WeightsError: a tensor that is missing, has a different shape, or belongs to no part of the network.
+        WeightsError: a tensor is missing, has a different shape, or belongs to no part of the network.
     """
     own = body.state_dict()
     for key in (key for key in [*own, *found] if not key.endswith("num_batches_tracked")):

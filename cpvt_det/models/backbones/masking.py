@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hooks that keep the padding out of any convolutional network, and a probe that tests whether they do so completely.
 
-Each kind of module gets its own treatment. A convolution or pooling with a kernel above 1 gets zeros under the padding, which then
-acts like the module's own zero padding. A norm computes its statistics from valid cells only. For a mean over the map
-(squeeze-excite), the padding is filled with the mean of the valid cells, which does not change the mean. Anything else that a
-network does with a map is found by a test, not by the module's name; see :func:`probe`.
+Each kind of module gets its own treatment. A convolution or pooling with a kernel above 1 gets zeros under the padding, which
+then acts like the module's own zero padding. A norm computes its statistics from valid cells only. If a module takes a mean over
+the map (squeeze-excite), the padding is filled with the mean of the valid cells, so that the padding does not change the mean.
+Anything else that a network does with a map is found by a test, not by the module's name; see :func:`probe`.
 """
 
 import contextlib
@@ -49,7 +49,8 @@ class Grid:
 
     Attributes:
         stride: pixels per cell.
-        spare: numbers of rows and of columns that the network itself adds to the map, half of them at the top or left.
+        spare: numbers of rows and of columns that the network itself adds to the map. Half of the rows are at the top, and half
+            of the columns at the left.
     """
 
     stride: int
@@ -98,7 +99,9 @@ _BATCH: ContextVar[ValidCells | None] = ContextVar("valid cells of the batch", d
 
 @contextlib.contextmanager
 def of_batch(cells: ValidCells | None) -> Iterator[None]:
-    """Within the block, let the hooks keep out the padding of this batch; with ``None``, nothing is padded and they do nothing."""
+    """Within the block, let the hooks keep out the padding of this batch. ``None`` means that nothing is padded, and the hooks do
+    nothing.
+    """
     token = _BATCH.set(cells)
     try:
         yield
@@ -154,8 +157,9 @@ def _zero_after(module: nn.Module, args: tuple, out: Tensor, grid: Grid, out_gri
 
 
 def _mean_of_valid(module: nn.Module, args: tuple, out: Tensor, grid: Grid, out_grid: Grid) -> Tensor | None:
-    """Turn a mean that counts padded cells as zeros into the mean of the valid cells, for a pooling that does not count its own
-    padding."""
+    """Turn a mean that counts padded cells as zeros into the mean of the valid cells. This is for poolings that do not count
+    their own padding.
+    """
     cells = _BATCH.get()
     if cells is None:
         return None
@@ -164,7 +168,9 @@ def _mean_of_valid(module: nn.Module, args: tuple, out: Tensor, grid: Grid, out_
 
 
 def _mean(module: nn.Module, args: tuple, grid: Grid) -> tuple | None:
-    """Fill the padding with the mean of the valid cells, (B, C, 1, 1), which changes neither mean nor maximum of the map."""
+    """Fill the padding with the mean of the valid cells, (B, C, 1, 1), so that the padding changes neither the mean nor the
+    maximum of the map.
+    """
     cells = _BATCH.get()
     return None if cells is None else (_filled(args[0], cells.at(grid, args[0].dtype)), *args[1:])
 
@@ -176,7 +182,9 @@ def _filled(x: Tensor, valid: Tensor) -> Tensor:
 
 
 def _counted(module: nn.Module, args: tuple, grid: Grid) -> tuple | None:
-    """Pass the valid cells to our norms as a second argument; batch norms need them only for statistics, in training."""
+    """Pass the valid cells to our norms as a second argument. Batch norms need the valid cells only in training, for their
+    statistics.
+    """
     cells = _BATCH.get()
     if cells is None or (isinstance(module, nn.BatchNorm2d) and not module.training):
         return None
@@ -196,11 +204,11 @@ COUNTING = (MaskedBatchNorm2d, MaskedGroupNorm)
 
 
 def kind_of(module: nn.Module, is_padded: bool = False) -> str:
-    """The treatment of a module by its type; empty for a module that works on single cells, and for one of unknown type.
+    """The treatment of a module by its type. Empty for a module that works on single cells, and for a module of unknown type.
 
     Args:
         module: any module.
-        is_padded: whether the network itself has put zeros around the module's input; max pooling sees these.
+        is_padded: whether the network itself has put zeros around the module's input. Max pooling sees these zeros.
     """
     if isinstance(module, nn.MaxPool2d):
         return "zero" if is_padded else "lowest"
@@ -226,10 +234,10 @@ def probe(network: nn.Module, forward: Forward, treatments: Sequence[Treatment],
 
     Two images, each in two copies, run in one padded batch. After every treated module, the padding of each copy gets different
     random numbers; a module whose output then differs between the copies has looked at the padding. If such a module contains no
-    convolution or pooling, and its outputs agree once the padding is filled with the mean of the valid cells, it gets that
-    treatment. At the end, the maps of each image must equal those of the image alone, where the first image has no padding at
-    all. All computation is in float64. A table of module types could not decide this, because a module's own computation
-    between its submodules has no type.
+    convolution or pooling, and its outputs agree once the padding is filled with the mean of the valid cells, then the module
+    gets this treatment. At the end, the maps of each image must equal the maps that the network computes for this image alone.
+    When it is computed alone, the first image has no padding at all. All computation is in float64. A table of module types would
+    not be enough, because what a module itself computes between its submodules has no type.
 
     Args:
         network: network in float64 and in evaluation mode, with weights from :func:`unsettle`; it keeps the hooks.
@@ -325,7 +333,9 @@ class _Search:
         return torch.where(self._cells.at(grid, torch.bool), out, noise)
 
     def _watch(self, name: str, module: nn.Module, args: tuple, out: object) -> Tensor | None:
-        """Find a module that mixes padding into valid cells: the copies agree in its input map but differ in its output."""
+        """Find a module that mixes padding into valid cells. It is one for which the copies agree in the input map but differ in
+        the output.
+        """
         grid, out_grid = self._grid(args[0] if args else None), self._grid(out)
         is_vector = isinstance(out, Tensor) and out.shape[2:].numel() == 1
         if self.suspect or grid is None or not (out_grid or is_vector):
@@ -350,7 +360,8 @@ class _Search:
 @contextlib.contextmanager
 def unsettle(network: nn.Module) -> Iterator[None]:
     """Give a network weights that cannot hide a dependence on the padding. Constant parameters, such as the zeros of a last norm,
-    get random values. Within the block, batch norms take the statistics of their data, so that no gate is saturated."""
+    get random values. Within the block, batch norms use the statistics of their inputs, so that no gate is saturated.
+    """
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in network.parameters():

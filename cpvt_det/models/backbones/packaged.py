@@ -52,7 +52,7 @@ def read_weights(name: str, names: Iterable[str], read: Callable[[str], Mapping[
 
     Raises:
         UnknownNameError: a network whose weights are in no package.
-        WeightsError: a package that is not installed, or a file that is not the tested one.
+        WeightsError: the package is not installed, or the file is not the one that was tested.
     """
     if name not in PACKAGES:
         raise UnknownNameError("network with weights in a package (MODEL.BACKBONE.WEIGHTS pip)", name, PACKAGES)
@@ -77,7 +77,7 @@ def timm_names(state_dict: Mapping[str, Tensor], names: Iterable[str]) -> dict[s
         names: names of timm's classifier, whose blocks are numbered by stage.
 
     Raises:
-        WeightsError: a name without a counterpart, for example from a network with more blocks.
+        WeightsError: a name has no counterpart, for example because the network has more blocks.
     """
     blocks = sorted(
         {tuple(map(int, found.groups())) for found in (re.match(r"blocks\.(\d+)\.(\d+)\.", key) for key in names) if found}

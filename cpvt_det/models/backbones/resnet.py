@@ -37,8 +37,8 @@ class MaskedOps:
     """Convolutions, norms and ReLU that keep the padding at zero. The mask of each stride is made once per batch.
 
     Attributes:
-        padding_mask: (B, H, W) bool, True = padded; ``None`` masks no cell, either because nothing is padded or because padded
-            cells keep the convolutions' outputs, as in the official code.
+        padding_mask: (B, H, W) bool, True = padded. ``None`` masks no cell. Either nothing is padded, or padded cells keep the
+            convolutions' outputs, as in the official code.
         dtype: dtype of the maps.
         by_stride: masks made so far, stride -> (B, 1, H, W) float, 1 = valid.
     """
@@ -59,7 +59,9 @@ class MaskedOps:
         return x.relu_() if self.padding_mask is None else x.mul_(self.at(stride).to(x.dtype)).relu_()
 
     def convolve(self, convolution: nn.Conv2d, norm: nn.Module, x: Tensor, stride: int, residual: Tensor | None = None) -> Tensor:
-        """``norm(convolution(x))`` with this stride, plus a residual, which may be overwritten; statistics use valid cells only."""
+        """``norm(convolution(x))`` with this stride, plus a residual. The residual may be overwritten. Statistics use valid cells
+        only.
+        """
         x = convolution(x)
         x = norm(x) if isinstance(norm, FrozenBatchNorm2d) else norm(x, self.at(stride))
         return x if residual is None else x.add_(residual)
@@ -76,9 +78,9 @@ class ResNetBackbone(nn.Module):
         freeze_at: last frozen stage. Stages up to this one keep their weights and statistics; 1 is the stem, and 0 trains all
             stages.
         mask_padding: whether to zero the padded part of every feature map before a convolution or pooling with a kernel above 1,
-            and to leave it out of the statistics of BN, SyncBN and GN. The padding then acts like the convolution's own zero
-            padding, and an image's features do not depend on the rest of its batch. In training, a batch's features do not depend
-            on its padding.
+            and to leave the padding out of the statistics of BN, SyncBN and GN. The padding then acts like the convolution's own
+            zero padding, and an image's features do not depend on the rest of its batch. In training, a batch's features do not
+            depend on its padding.
         width: channels of the stem; the channels of all stages scale with it.
         checkpointing: whether to recompute blocks in the backward pass instead of storing their activations.
 
@@ -134,14 +136,14 @@ class ResNetBackbone(nn.Module):
         """Load the weights of a classifier.
 
         Args:
-            weights: torchvision's name for weights (``IMAGENET1K_V1``, ``DEFAULT``), downloaded once; or a file with the state dict
-                of a torchvision ResNet or of one of our models. Its classifier, and stages that this backbone does not have, are
-                ignored.
+            weights: torchvision's name for weights (``IMAGENET1K_V1``, ``DEFAULT``), which are downloaded once, or a file with
+                the state dict of a torchvision ResNet or of one of our models. The classifier, and stages that this backbone does
+                not have, are ignored.
             read: function that reads a file's state dict.
 
         Raises:
             UnknownNameError: ``weights`` is neither a known name nor a file.
-            WeightsError: a failed download, or weights of a different network.
+            WeightsError: the download failed, or the weights belong to a different network.
         """
         has_weights = self.name in torchvision.models.list_models(module=torchvision.models)
         known = torchvision.models.get_model_weights(self.name).__members__ if has_weights else {}
@@ -226,8 +228,8 @@ def _download(weights: torchvision.models.WeightsEnum) -> Mapping[str, Tensor]:
 def _run_block(block: BasicBlock | Bottleneck, x: Tensor, stride: int, valid: MaskedOps, is_returned: bool) -> tuple[Tensor, int]:
     """Run torchvision's residual block with the padding zeroed before every 3x3 convolution; return the output and its stride.
 
-    Between two bottlenecks, only a norm that computes statistics looks across cells. If there is no such norm, the wide map between
-    them is not masked.
+    Between two bottlenecks, only a norm that computes statistics looks across cells. Without such a norm, the wide map between
+    the bottlenecks need not be masked.
     """
     out_stride = stride * block.stride
     is_looked_across = is_returned or isinstance(block, BasicBlock) or not isinstance(block.bn1, FrozenBatchNorm2d)
@@ -265,7 +267,7 @@ def _trunk(name: str, norm: str, dilation: bool, last_stage: int, width: int) ->
 
 
 def _set_width(trunk: ResNet, width: int, block: type[nn.Module], depths: Sequence[int], dilation: bool) -> None:
-    """Rebuild stem and stages as torchvision's constructor does, because the constructor supports only 64 channels in the stem."""
+    """Rebuild stem and stages in the way of torchvision's constructor, which itself supports only 64 channels in the stem."""
     trunk.inplanes, trunk.dilation = width, 1
     trunk.conv1 = nn.Conv2d(3, width, kernel_size=7, stride=2, padding=3, bias=False)
     trunk.bn1 = trunk._norm_layer(width)

@@ -20,8 +20,8 @@ class ResNetDBackbone(ResNetBackbone):
     """A ResNet-D that returns the maps of chosen stages. Its parts have timm's names.
 
     Args:
-        name: ``resnet18``, ``resnet34``, ``resnet50`` or ``resnet101``. The first two also have a convolution in the first shortcut
-            of stage 2, as in RT-DETR's code.
+        name: ``resnet18``, ``resnet34``, ``resnet50`` or ``resnet101``. ``resnet18`` and ``resnet34`` also have a convolution in
+            the first shortcut of stage 2, as in RT-DETR's code.
         norm, stages, freeze_at, mask_padding, width, checkpointing: as in :class:`ResNetBackbone`.
 
     Raises:

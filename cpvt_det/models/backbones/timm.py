@@ -47,7 +47,7 @@ def timm_backbone(
     mask_padding: bool = True,
     checkpointing: bool = False,
 ) -> "TimmBackbone | TimmTransformer":
-    """Build a convolutional network of timm or a vision transformer of timm, which has no batch norms.
+    """Build a convolutional network of timm, or a vision transformer of timm. Vision transformers have no batch norms.
 
     Args:
         name, norm, stages, freeze_at, mask_padding, checkpointing: as in :class:`TimmBackbone` and :class:`TimmTransformer`.
@@ -71,8 +71,8 @@ class TimmBackbone(nn.Module):
             Norms other than batch norms keep their kind, and are trained.
         stages: stages to return; stage n is the map of stride 2 ** n. Parts after the last of them are left out if timm supports
             this.
-        freeze_at: number of the last frozen stage. Parts whose output has a stride of at most 2 ** ``freeze_at`` keep their weights
-            and statistics; 0 trains all parts.
+        freeze_at: number of the last frozen stage. Parts whose output has a stride of at most 2 ** ``freeze_at`` keep their
+            weights and statistics. 0 trains all parts.
         mask_padding: whether to keep the padding out of convolutions, poolings, means over the map and the statistics of norms, so
             that an image's features do not depend on the rest of its batch. Whether that is possible is tested when the network is
             first built, by :func:`cpvt_det.models.backbones.masking.probe`.
@@ -85,8 +85,8 @@ class TimmBackbone(nn.Module):
     Raises:
         ConfigError: timm is not installed.
         UnknownNameError: an unknown name or norm.
-        ValueError: a network without maps of these strides, without blocks to recompute or, with ``mask_padding``, one whose
-            features depend on the padding.
+        ValueError: the network has no maps of these strides or no blocks to recompute, or its features depend on the padding
+            although ``mask_padding`` is set.
     """
 
     def __init__(
@@ -135,14 +135,14 @@ class TimmBackbone(nn.Module):
         """Load the weights of a classifier, or of another ``body``.
 
         Args:
-            weights: ``pip`` for the weights of an installed package; ``DEFAULT`` for timm's weights, downloaded once; or a file of
-                a state dict with timm's names, or of one of our models. Its head, and parts that this backbone does not have, are
-                ignored.
+            weights: ``pip`` for the weights of an installed package, ``DEFAULT`` for timm's weights, which are downloaded once,
+                or a file with the state dict of one of our models or with timm's names. The head, and parts that this backbone
+                does not have, are ignored.
             read: function that reads a file's state dict.
 
         Raises:
             UnknownNameError: ``weights`` is neither a known name nor a file.
-            WeightsError: a missing package, a failed download, or weights of a different network.
+            WeightsError: the package is missing, the download failed, or the weights belong to a different network.
         """
         load_weights(self.body, self.name, weights, read)
 
@@ -189,8 +189,8 @@ class Survey:
 
     Attributes:
         strides: pixels per cell of each of its maps.
-        units: stage of each part, such as a block, in the order of the forward pass; a stage is the base-2 logarithm of its
-            output's stride.
+        units: stage of each part, such as a block, in the order of the forward pass. The stage is the base-2 logarithm of the
+            stride of the part's output.
         treatments: treatments of modules that keep the padding out.
         reason: why the treatments are not enough; empty if they are enough, or if this was not tested.
     """
@@ -290,7 +290,7 @@ def _units(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module
 
 
 def _create(name: str, **options: object) -> nn.Module:
-    """timm's extractor for all maps, or for those of ``out_indices``, with random weights."""
+    """timm's extractor for all maps, or only for the maps in ``out_indices``, with random weights."""
     timm = timm_with(name)
     try:
         return timm.create_model(name, features_only=True, feature_cls="getter", **options)
@@ -322,7 +322,7 @@ def _recompute_blocks(body: nn.Module, name: str) -> None:
 
 
 def _blocks(unit: nn.Module) -> list[nn.Module]:
-    """The unit itself, or its parts if several of them have at least two layers."""
+    """The blocks of a unit: its parts if several of them have at least two layers, otherwise the unit itself."""
     parts = [part for _, part in _units(unit) if _is_block(part)]
     return [block for part in parts for block in _blocks(part)] if len(parts) > 1 else [unit] * _is_block(unit)
 
@@ -336,7 +336,7 @@ def _run_again(block: nn.Module, *args: object) -> object:
 
 
 def _run_block(block: nn.Module, cells: ValidCells | None, *args: object) -> object:
-    """Run a block while its batch is set; the backward pass, which recomputes the block, would otherwise not know the batch."""
+    """Run a block while its batch is set. Otherwise the backward pass, which recomputes the block, would not know the batch."""
     with of_batch(cells):
         return type(block).forward(block, *args)
 
@@ -367,7 +367,7 @@ BATCH_NORMS = {"BN": (MaskedBatchNorm2d, _BatchNormAct), "SyncBN": (MaskedSyncBa
 
 
 def _replace_norms(body: nn.Module, norm: str, is_masked: bool) -> None:
-    """Replace timm's trained batch norms, and its group norms, with norms that can leave out the padding."""
+    """Replace timm's group norms, and batch norms that are trained, with norms that can leave out the padding."""
     for name, module in list(body.named_modules()):
         has_act = hasattr(module, "act")
         if isinstance(module, nn.BatchNorm2d) and norm in BATCH_NORMS and module.bias is not None:

@@ -50,18 +50,19 @@ def pixel_statistics(network: nn.Module) -> list[list[float]]:
 
 
 def load_weights(body: nn.Module, name: str, weights: str, read: Callable[[str], Mapping[str, Tensor]]) -> None:
-    """Load the weights of a classifier, or of a part of a network, into a network or the same part of it.
+    """Load the weights of a classifier into a network, or the weights of a part of a network into the same part of another.
 
     Args:
         body: the network, changed in place.
         name: timm's name of the network.
-        weights: ``pip`` for the weights of an installed package; ``DEFAULT`` for timm's weights, downloaded once; or a file of a
-            state dict with timm's names, or of one of our models. Its head, and parts that ``body`` does not have, are ignored.
+        weights: ``pip`` for the weights of an installed package, ``DEFAULT`` for timm's weights, which are downloaded once, or a
+            file with the state dict of one of our models or with timm's names. The head, and parts that ``body`` does not have,
+            are ignored.
         read: function that reads a file's state dict.
 
     Raises:
         UnknownNameError: ``weights`` is neither a known name nor a file.
-        WeightsError: a missing package, a failed download, or weights of a different network.
+        WeightsError: the package is missing, the download failed, or the weights belong to a different network.
     """
     with torch.random.fork_rng(devices=[]):
         whole = timm_with(name).create_model(name).state_dict()
@@ -86,11 +87,11 @@ def _download(name: str) -> Mapping[str, Tensor]:
 
 
 def fix_padding(network: nn.Module) -> None:
-    """Fix the padding of a network's TensorFlow-style convolutions, whose padding depends on the size of their map.
+    """Give a network's TensorFlow-style convolutions a fixed padding, instead of one that depends on the size of the map.
 
-    They get the padding that is right if the sides of a map are multiples of the stride, as all maps of a canvas are. With the
-    size-dependent rule, ``torch.export`` would reason for hours when it makes a program for any size. Only timm's class
-    ``Conv2dSame`` is changed. NFNet's standardised convolutions and NASNet's pooling keep the rule.
+    The fixed padding is the right one if the sides of a map are multiples of the stride, and for all maps of a canvas they are.
+    With the size-dependent rule, ``torch.export`` would reason for hours when it makes a program for any size. Only timm's class
+    ``Conv2dSame`` is changed. NFNet's standardised convolutions and NASNet's pooling keep the size-dependent rule.
     """
     for module in network.modules():
         if type(module).__name__ == "Conv2dSame":

@@ -29,8 +29,9 @@ class TimmTransformer(nn.Module):
 
     Args:
         name: timm's name, with or without the tag of its weights, such as ``vit_small_patch14_dinov2.lvd142m``.
-        stages: stage n of the only map, where 2 ** n is the power of 2 nearest to the stride; (4,) for patches of 14 or 16 pixels.
-        freeze_at: number that freezes all weights if it is at least the map's stage; otherwise all are trained.
+        stages: stage n of the only map, as (n,), where 2 ** n is the power of 2 nearest to the stride. For patches of 14 or 16
+            pixels, this is (4,).
+        freeze_at: if this is at least the map's stage, all weights are frozen; otherwise, all weights are trained.
         mask_padding: whether the padding is kept out of the features; ``False`` treats the whole canvas as the image, as timm does.
         checkpointing: whether to recompute blocks in the backward pass instead of storing their activations.
 
@@ -40,7 +41,7 @@ class TimmTransformer(nn.Module):
     Raises:
         ConfigError: timm is not installed.
         UnknownNameError: a name that timm does not have.
-        ValueError: stages that do not exist, a negative ``freeze_at``, or a stem that does more than cut the image into patches.
+        ValueError: the stages do not exist, ``freeze_at`` is negative, or the stem does more than cut the image into patches.
 
     Source: arXiv 2010.11929 (ViT); the network is timm's.
     """
@@ -146,7 +147,9 @@ class TimmTransformer(nn.Module):
         return torch.cat(tokens, dim=1)
 
     def _rotations(self, mask: Tensor) -> Tensor:
-        """Rotary positions on each image's own grid, (B, 1, N, D), or (layers, B, heads, N, D) if they differ by layer and head."""
+        """Rotary positions on each image's own grid: (B, 1, N, D), or (layers, B, heads, N, D) if positions differ by layer and
+        head.
+        """
         if is_exporting():
             raise ValueError(
                 f"timm/{self.name} cannot be exported: timm computes its rotary positions only for grids that are known in advance"

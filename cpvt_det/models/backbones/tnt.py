@@ -26,7 +26,8 @@ STRIDE = 4  # image pixels per pixel token, along each side
 
 
 class TransformerInTransformer(VisionTransformer):
-    """A :class:`VisionTransformer` whose patches are made from pixel tokens; every layer adds pixel tokens to their patch again.
+    """A :class:`VisionTransformer` whose patches are made from pixel tokens. Every layer adds the pixel tokens to their patch
+    again.
 
     By default, the patches have a position table; another encoding can replace it. The pixels of all patches share one table of 4 x
     4 cells. A PEG acts on the patches after a layer. Images may have any size.
@@ -45,7 +46,8 @@ class TransformerInTransformer(VisionTransformer):
     Raises:
         ValueError: as in :class:`VisionTransformer`, or a patch side below 4 pixels.
 
-    Source: arXiv 2103.00112, equations 2 to 6; norms, initial values, legacy form and SE as in huawei-noah/Efficient-AI-Backbones.
+    Source: arXiv 2103.00112, equations 2 to 6. Norms, initial values, legacy form and SE are those of
+    huawei-noah/Efficient-AI-Backbones.
     """
 
     norm_eps = 1e-5
@@ -74,7 +76,9 @@ class TransformerInTransformer(VisionTransformer):
         self.encoder = _Encoder([layer(drop_path=rate) for rate in rates], channels, checkpointing)
 
     def load_pretrained(self, weights: str, read: Callable[[str], Mapping[str, Tensor]]) -> None:
-        """Load the weights of a file with timm's or the authors' names, or of one of our classifiers, as for DeiT."""
+        """Load weights from a file with timm's or the authors' names, or from a file of one of our classifiers, in the same way
+        as for DeiT.
+        """
         load_vit(self, weights, read, convert_tnt, TNT)
 
     def _embed(self, images: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,8 +102,8 @@ class _PixelsToPatch(nn.Module):
     Args:
         inner_channels, num_pixels, channels: C', N and C.
         bias: whether the linear layer has a bias.
-        per_pixel: whether the norm before the linear layer is over the channels of each pixel, with no norm after that layer,
-            instead of over all pixels of a patch together.
+        per_pixel: whether the norm before the linear layer is over the channels of each pixel, and no norm follows the linear
+            layer. Otherwise, the norm is over all pixels of a patch together.
     """
 
     def __init__(self, inner_channels: int, num_pixels: int, channels: int, bias: bool = True, per_pixel: bool = False):
@@ -135,7 +139,7 @@ class _Layer(nn.Module):
         self.outer = (_SqueezedLayer if squeeze else EncoderLayer)(channels, num_heads, 4 * channels, **shared)
 
     def forward(self, tokens: Tensor, pixels: Tensor, padding_mask: Tensor | None, *inside: Any) -> tuple[Tensor, Tensor]:
-        """Tokens (B, T + N, C), of which the last N are patches, and the patches' pixels (B * N, ., C') -> the same."""
+        """Tokens (B, T + N, C), the last N of them patches, and the patches' pixels (B * N, ., C') -> the same."""
         pixels = self.inner(pixels, None, None)
         added = self.project(pixels).unflatten(0, (tokens.shape[0], -1))
         count = tokens.shape[1] - added.shape[1]
@@ -145,7 +149,9 @@ class _Layer(nn.Module):
 
 
 class _SqueezedLayer(EncoderLayer):
-    """An encoder layer whose feed-forward output is weighted by channel; the weights come from its mean over the valid tokens."""
+    """An encoder layer whose feed-forward output is weighted by channel. The weights are computed from the mean of this output
+    over the valid tokens.
+    """
 
     def __init__(self, channels: int, *arguments: Any, **named: Any):
         super().__init__(channels, *arguments, **named)
@@ -202,10 +208,10 @@ def transformer_in_transformer(
         size: key of ``SIZES``.
         variant: ``legacy`` or ``se`` (for ``squeeze``), as in :class:`TransformerInTransformer`; empty for neither.
         position: builder of an encoding that replaces the table.
-        embed_dim: number of channels; 0 means that of the named model. For other numbers, pixels have about a sixteenth as many
-            channels.
+        embed_dim: number of channels of the patches; 0 means as many as the named model has. For any other number, pixels have
+            about a sixteenth as many channels.
         depth: number of layers; 0 means 12.
-        num_heads: number of attention heads; 0 means that of the named model.
+        num_heads: number of attention heads; 0 means as many as the named model has.
         patch_size: side of a patch in pixels, a power of 2; also the stride of the only map.
         num_tokens: number of tokens in addition to the patches: 1 for the class token, 2 for class and distillation tokens, 0 for
             none.

@@ -53,7 +53,7 @@ def convert_tnt(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
         state_dict: tensors with the names of timm or of huawei-noah/Efficient-AI-Backbones.
 
     Raises:
-        WeightsError: a table that is not square, or names that are not TNT's.
+        WeightsError: the table is not square, or the names are not TNT's.
     """
     others = {}
     for name, tensor in state_dict.items():

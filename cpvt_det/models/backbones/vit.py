@@ -31,7 +31,8 @@ PositionBuilder = Callable[..., PositionEncoding]
 
 
 class VisionTransformer(nn.Module):
-    """An encoder over patch tokens, and class and distillation tokens if there are any. It returns one map of the patches' stride.
+    """An encoder over patch tokens and, if there are any, class and distillation tokens. It returns one map of the patches'
+    stride.
 
     Norms come before attention and feed-forward networks, and after the last layer. An additive encoding is added once, to the
     patches. Patches under the padding are masked as keys, and encodings use each image's own grid, so an image's tokens do not
@@ -44,7 +45,7 @@ class VisionTransformer(nn.Module):
         position: builder of the position encoding.
         patch_size: side of a patch in pixels, a power of 2.
         num_tokens: number of tokens in addition to the patches: 1 for the class token, 2 for class and distillation tokens, or 0.
-            Encodings do not act on them. With a table, each of them has its own position vector.
+            Encodings do not act on these tokens. With a table, each of these tokens has its own position vector.
         drop_path: rate of the last layer, as in :class:`cpvt_det.models.encoder.Encoder`.
         stages: stage n of the only map, as (n,); the map's stride is 2 ** n. ``None`` skips this check.
         checkpointing: whether to recompute layers in the backward pass instead of storing their activations.
@@ -54,8 +55,9 @@ class VisionTransformer(nn.Module):
         num_tokens: number of tokens in addition to the patches.
 
     Raises:
-        ValueError: a patch size that is not a power of 2, stages that do not exist, fewer than 0 or more than 2 tokens, or an
-            encoding meant for queries and keys only, which would be added to the patches and thus to the values.
+        ValueError: the patch size is not a power of 2, the stages do not exist, there are fewer than 0 or more than 2 tokens, or
+            the encoding is meant for queries and keys only. Such an encoding would be added to the patches and thus to the
+            values, too.
 
     Source: arXiv 2012.12877, section 3; initial values from facebookresearch/deit.
     """
@@ -111,13 +113,13 @@ class VisionTransformer(nn.Module):
         """Load the weights of a classifier or of a backbone of the same kind.
 
         Args:
-            weights: a file with the names of facebookresearch/deit or timm, or of one of our classifiers. Its heads are ignored. A
-                table is ignored, with a line in the log, if this model has none. A PEG that is not in the file keeps its initial
-                values.
+            weights: a file with the names of facebookresearch/deit or timm, or a file of one of our classifiers. The heads are
+                ignored. If this model has no table, a table in the file is ignored, with a line in the log. If the file has no
+                PEG, this model's PEG keeps its initial values.
             read: function that reads a file's state dict.
 
         Raises:
-            WeightsError: no such file, weights of a different network, or a table for a different grid.
+            WeightsError: the file does not exist, the weights belong to a different network, or the table has a different grid.
         """
         load_vit(self, weights, read)
 
@@ -211,7 +213,7 @@ class BesideTokens:
     def place(
         self, queries: Tensor, keys: Tensor, padding_mask: Tensor | None, level_shapes: Sequence[Size], layer: int
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """As :meth:`PositionEncoding.place`; the bias is 0 in rows and columns of the tokens before the patches."""
+        """As :meth:`PositionEncoding.place`. The bias is 0 in the rows and columns of the tokens before the patches."""
         count = self._count
         patches = (x[:, :, count:] for x in (queries, keys))
         *turned, bias = self._position.place(*patches, self._mask, level_shapes, layer)
@@ -240,9 +242,9 @@ def vision_transformer(
         family: ``deit``, whose own encoding is a table, or ``cpvt``, whose own encoding is one PEG after the first layer.
         size: key of ``SIZES``.
         position: builder of an encoding that replaces the family's own.
-        embed_dim: number of channels; 0 means that of the named model.
+        embed_dim: number of channels; 0 means as many as the named model has.
         depth: number of layers; 0 means 12.
-        num_heads: number of attention heads; 0 means that of the named model.
+        num_heads: number of attention heads; 0 means as many as the named model has.
         patch_size: side of a patch in pixels, a power of 2; also the stride of the only map.
         num_tokens: number of tokens in addition to the patches: 1 for the class token, 2 for class and distillation tokens, 0 for
             none.

@@ -35,7 +35,7 @@ def convert_deit(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
         state_dict: tensors with the names of facebookresearch/deit, which timm also uses.
 
     Raises:
-        WeightsError: a table that is not square, or names that are not DeiT's.
+        WeightsError: the table is not square, or the names are not DeiT's.
     """
     others = dict(state_dict)
     try:
@@ -47,10 +47,11 @@ def convert_deit(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def split_table(special: Tensor, rows: Tensor) -> dict[str, Tensor]:
-    """Give special tokens (T, C), and the parts of a table (T + H * W, C) whose grid is square, their names in our models.
+    """Put special tokens (T, C) and the parts of a table (T + H * W, C) under their names in our models. The grid of the table
+    must be square.
 
     Raises:
-        WeightsError: a table whose grid is not square.
+        WeightsError: the grid of the table is not square.
     """
     side = math.isqrt(len(rows) - len(special))
     if side * side != len(rows) - len(special):
@@ -68,7 +69,9 @@ def split_table(special: Tensor, rows: Tensor) -> dict[str, Tensor]:
 
 
 def rename(name: str, renames: Sequence[tuple[str, str]]) -> str:
-    """Turn a tensor's name into ours: apply (pattern, replacement) pairs in order, rename heads, put the rest in the backbone."""
+    """Turn a tensor's name into our name for it: apply (pattern, replacement) pairs in order, rename heads, and put everything
+    else in the backbone.
+    """
     for pattern, replacement in renames:
         name = re.sub(pattern, replacement, name)
     for theirs, ours in (("head.", "class_embed."), ("head_dist.", "distilled_embed.")):
@@ -94,7 +97,7 @@ def load_vit(
         marker: pattern of a tensor name that occurs only in weights of other projects.
 
     Raises:
-        WeightsError: no such file, weights of a different network, or a table for a different grid.
+        WeightsError: the file does not exist, the weights belong to a different network, or the table has a different grid.
     """
     if not Path(weights).expanduser().is_file():
         raise WeightsError(f"MODEL.BACKBONE.WEIGHTS of a vision transformer is a file of weights, got {weights!r}")

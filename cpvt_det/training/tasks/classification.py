@@ -68,7 +68,7 @@ class ClassificationTask(Task):
         return builders.build_class_test_loader(self.cfg, dataset.records)
 
     def set_test_size(self, size: int) -> None:
-        """Set the side of the test images' crop; the size to which they are resized before it changes in proportion."""
+        """Set the side of the test images' crop. The size to which images are resized before the crop changes in proportion."""
         self.cfg.INPUT.CLASSIFY.TEST_SIZE = size
 
     def build_training_model(self, detector: "nn.Module") -> "ClassTrainingModel":
@@ -86,7 +86,7 @@ class ClassificationTask(Task):
         return evaluator
 
     def baseline(self, records: Records, dataset: CocoDataset) -> dict[str, float]:
-        """Top-1 of a constant prediction: the score of each class is its share of the training images."""
+        """Top-1 of a constant prediction, in which the score of each class is the class's share of the training images."""
         import torch
 
         from cpvt_det.evaluation.top_k import ClassEvaluator

@@ -35,7 +35,7 @@ DETECTIONS = "coco_instances_results.json"
 
 @TASK_REGISTRY.register_as("detection")
 class DetectionTask(Task):
-    """Object detection: records with boxes, a set loss, COCO's figures."""
+    """Object detection: records with boxes, a set loss, COCO's metrics."""
 
     main_figure = "bbox/AP"
     figures = ("AP", "AP50", "AP75", "APs", "APm", "APl")
@@ -191,7 +191,7 @@ def _warn_of_low(scores: Sequence[float], threshold: float, where: str) -> None:
 
 
 def constant_detections(records: Records, most: int = 100) -> "Detections":
-    """One box for each class: the mean of its training boxes, as shares of the sides of their images.
+    """One box for each class: the mean of the class's training boxes, in fractions of the sides of their images.
 
     A model must beat this baseline to have learned more than where objects usually are.
 
@@ -203,8 +203,8 @@ def constant_detections(records: Records, most: int = 100) -> "Detections":
         most: largest number of detections; the most frequent classes are kept.
 
     Returns:
-        For k classes with boxes, best first: boxes (k, 4) float32 in [0, 1], as shares of the image's sides, scores (k,) float32,
-        labels (k,) int64.
+        For k classes with boxes, best first: boxes (k, 4) float32 in [0, 1], in fractions of the image's sides, scores (k,)
+        float32, labels (k,) int64.
     """
     import torch
 
@@ -224,7 +224,8 @@ def constant_detections(records: Records, most: int = 100) -> "Detections":
 
 
 def _totals(block: Records) -> np.ndarray:
-    """(k, 6): for each class up to the last one present, the number of images with it, the number of its boxes, and their sum."""
+    """(k, 6): for each class up to the last one present, the number of images with the class, the number of its boxes, and the sum
+    of these boxes."""
     image_of, boxes, labels = block.boxes_to_learn()
     boxes = boxes / block.sizes[:, [1, 0, 1, 0]][image_of]
     number = labels.max(initial=-1) + 1

@@ -31,7 +31,7 @@ Results = dict[str, Any]
 
 
 class Task(ABC):
-    """The parts of a run that depend on its task: data, model, baseline, figures and pictures.
+    """The parts of a run that depend on its task: data, model, baseline, metrics and pictures.
 
     Both runners, ``check-data``, ``show data``, studies and the checkpoints of a run use it.
 
@@ -41,10 +41,10 @@ class Task(ABC):
         cfg: config of the run. ``load_splits`` and ``load_tests`` set its ``MODEL.NUM_CLASSES``; call one of them first.
 
     Attributes:
-        main_figure: name of the figure that decides which checkpoint is the best (higher is better), as ``group/name`` from
-            :func:`flatten`. Curves and comparisons show the first two figures of every group in alphabetical order, so the main
-            figure's name must come first in that order.
-        figures: names, within the group of ``main_figure``, of the figures that a study records; the main one first.
+        main_figure: name of the metric that decides which checkpoint is the best (higher is better), as ``group/name`` from
+            :func:`flatten`. Curves and comparisons show the first two metrics of every group in alphabetical order, so the main
+            metric's name must come first in that order.
+        figures: names of the metrics that a study records, within the group of ``main_figure``; the main metric comes first.
         constant: description of the prediction that :meth:`baseline` measures, for the log.
         evaluators: name of the test set -> evaluator of the last evaluation, as far as :meth:`show_results` needs it.
     """
@@ -101,14 +101,15 @@ class Task(ABC):
     @abstractmethod
     def build_training_model(self, detector: "nn.Module") -> "nn.Module":
         """A module that is called with samples, returns :class:`cpvt_det.losses.Losses` and has an attribute ``detector``. If the
-        samples are only a part of a step, it is also given the result of its ``normalizers`` for all samples of the step."""
+        samples are only a part of a step, the module is also given the result of its method ``normalizers`` for all samples of the
+        step."""
 
     @abstractmethod
     def build_evaluator(self, dataset: CocoDataset) -> "Evaluator":
         """The evaluator of a test set; the first key of its results is the group of ``main_figure``."""
 
     def baseline(self, records: Records, dataset: CocoDataset) -> dict[str, float]:
-        """Figures of a constant prediction on a test set, by their names in the metrics. A run with lower figures gets a warning.
+        """Metrics of a constant prediction on a test set, by name. A run with lower metrics gets a warning.
 
         Args:
             records: images to train on.
@@ -122,7 +123,7 @@ class Task(ABC):
 
     @abstractmethod
     def format_results(self, results: Results) -> str:
-        """The figures of one test set as text."""
+        """The metrics of one test set as text."""
 
     @abstractmethod
     def write_outputs(self, evaluator: "Evaluator", folder: Path) -> None:
@@ -159,10 +160,10 @@ def flatten(results: Results) -> dict[str, float]:
 
 
 def main_value(task: Task | type[Task], results: Results) -> float:
-    """The main figure of the first test set; NaN if there is no ground truth for it.
+    """The main metric on the first test set; NaN if there is no ground truth for it.
 
     Raises:
-        KeyError: results without the main figure, so that no best checkpoint could be chosen.
+        KeyError: results without the main metric, so that no best checkpoint could be chosen.
     """
     try:
         return figure_of(task.main_figure, results)
@@ -172,10 +173,10 @@ def main_value(task: Task | type[Task], results: Results) -> float:
 
 
 def figure_of(figure: str, results: Results) -> float:
-    """A figure of the first test set by its name in the metrics or the end of that name: ``AP50`` means ``bbox/AP50``.
+    """A metric of the first test set, found by its full name or by the end of the name: ``AP50`` means ``bbox/AP50``.
 
     Raises:
-        UnknownNameError: results without this figure.
+        UnknownNameError: results without this metric.
     """
     scalars = flatten(results)
     for name, value in scalars.items():
@@ -185,11 +186,11 @@ def figure_of(figure: str, results: Results) -> float:
 
 
 def require_figure(figure: str, task: Task, datasets: Sequence[Any]) -> None:
-    """Refuse a figure that evaluations will not contain. The known names come from an evaluation without predictions.
+    """Refuse a metric that evaluations will not contain. The known names are taken from an evaluation without predictions.
 
     Raises:
         UnknownNameError: a name that no evaluation has.
-        ConfigError: a figure that is not defined, because the test set has no objects for it.
+        ConfigError: a metric that is undefined, because the test set has no objects for it.
     """
     results = {dataset.name: task.build_evaluator(dataset).evaluate() for dataset in datasets}
     if math.isnan(figure_of(figure, results[datasets[0].name] if len(datasets) == 1 else results)):
