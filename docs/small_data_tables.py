@@ -22,8 +22,6 @@ PEERS = ROOT / "benchmarks" / "results" / "small_data_peers"
 """Pairs of records of one machine, of about as many CPU seconds: ``benchmarks/small_data.py`` and ``benchmarks/dense_peer.py``."""
 TRIALS = ROOT / "benchmarks" / "results" / "learning_trials.json"
 """Trials on a fifth of the training images, of one seed each."""
-FIRST_STARTER = "d0c70a0e2beabb5c14784926fdca9cadf4401cf73c3da35be9fd1e9c129640be"
-"""SHA-256 of the starter whose backbone was not trained."""
 DATA = {
     "bccd": ("BCCD", 205),
     "aquarium": ("Aquarium", 448),
@@ -169,9 +167,7 @@ def peers() -> list[Row]:
 def _detector(record: Record) -> str:
     if "chosen" not in record:
         return ", ".join(["FCOS", *filter(None, [record.get("label")])])
-    weights = record["chosen"]["MODEL"]
-    starter = "the first starter" if weights.get("WEIGHTS_SHA256") == FIRST_STARTER else "the starter"
-    return f"ours, from {starter if weights.get('WEIGHTS') else 'ImageNet'}"
+    return f"ours, from {'the starter' if record['chosen']['MODEL'].get('WEIGHTS') else 'ImageNet'}"
 
 
 def trials() -> list[Row]:

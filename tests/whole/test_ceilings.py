@@ -14,17 +14,17 @@ from cpvt_det.cli import main
 
 PACKAGE = ROOT / "cpvt_det"
 CEILINGS = {
-    "code lines": 21_855,
-    "code lines of data/": 3_750,
+    "code lines": 21_995,
+    "code lines of data/": 3_765,
     "files": 252,
     "functions": 2_131,
     "rooms": 22,
     "arrows between rooms": 102,
     "keys of the config": 129,
-    "words of the documents": 44_978,
+    "words of the documents": 44_930,
 }
 """The documents had 41,600 words before public weights and real-time detectors; these, exports, films and learning speed may add
-5,000 in all."""
+5,000 in all. Raised once: messages in plainer words, which say what is wrong and what to do, take 138 lines more, 13 of them in data/."""
 LONGEST = {
     "records to losses, DETR": (95, 25),
     "records to losses, Deformable-DETR, one stage, eager op": (110, 26),
