@@ -139,7 +139,7 @@ def fetch_folder(repo_id: str, **options: Any) -> Path:
 
 @contextlib.contextmanager
 def hub_errors(action: str) -> Iterator[None]:
-    """Turn any error of the hub's library into a one-line error of ours.
+    """Turn any error from the hub's library into one of our own one-line errors.
 
     Raises:
         WeightsError: an error of the library or of its HTTP client. The library's major versions use different HTTP clients.

@@ -177,7 +177,7 @@ def _treatments(network: nn.Module, forward: Callable[[Tensor], Sequence[Tensor]
         if None not in grids:
             found.append(masking.Treatment(name, masking.kind_of(module), *grids))
         elif masking.kind_of(module) != "counted":
-            raise masking.InexactError(f"{name} has a map of {tuple(out.shape[2:])} cells for {tuple(images.shape[2:])} pixels")
+            raise masking.InexactError(f"{name}'s map, {tuple(out.shape[2:])}, fits no stride on {tuple(images.shape[2:])} pixels")
 
     handles = [m.register_forward_hook(partial(see, name)) for name, m in network.named_modules() if masking.kind_of(m)]
     with torch.no_grad(), masking.unsettle(network):

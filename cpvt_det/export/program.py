@@ -43,7 +43,7 @@ class ExportModule(nn.Module):
 
     Args:
         detector: result of :func:`prepare`.
-        postprocess: post-processor for the detector's classification; for a classifier :class:`ClassScores`.
+        postprocess: the post-processor that matches the detector's classification, or :class:`ClassScores` for a classifier.
         half_precision: whether to compute in float16 the operations that autocast computes in float16 in training. Norms, heads,
             boxes and positions stay in float32, and so do the weights in the file.
     """

@@ -91,7 +91,9 @@ class Queries:
     def _denoising(self, predictions: Predictions) -> Predictions | None:
         expected = (predictions.logits.shape[1], self.num_denoising)
         if self.num_denoising and (self.objects is None or self.objects.shape != expected):
-            raise ValueError(f"{self.num_denoising} denoising queries need objects of shape {expected}: targets' indices, or -1")
+            raise ValueError(
+                f"with {self.num_denoising} denoising queries, objects must have shape {expected}: target indices, or -1"
+            )
         if self.objects is None:
             return None
         return dataclasses.replace(predictions.part(0, self.num_denoising), objects=self.objects, groups=self.groups)

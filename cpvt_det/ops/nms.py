@@ -61,8 +61,8 @@ def nms_topk_exportable(boxes_xyxy: Tensor, scores: Tensor, padded: Tensor, thre
     """:func:`nms_topk` in ``count`` steps. Each step takes the best remaining box and moves the boxes that overlap it to the
     back.
 
-    Whether a box is moved back depends only on better boxes, so ``count`` steps give the same result as steps over all boxes. A
-    step needs neither a matrix of all pairs nor shapes that depend on the data.
+    Whether a box is moved to the back depends only on boxes with higher scores, so the first ``count`` steps select the same boxes
+    as one step for every box would. A step needs neither a matrix of all pairs nor shapes that depend on the data.
     """
     sides = boxes_xyxy[..., 2:] - boxes_xyxy[..., :2]
     places = torch.arange(count, device=scores.device).expand(scores.shape[0], -1)

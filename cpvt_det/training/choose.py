@@ -147,7 +147,7 @@ def _refuse_early(typed: CfgNode, keys: Sequence[str], datasets: Sequence[CocoDa
     if cfg.SOLVER.IMS_PER_BATCH < 1:
         raise ConfigError(f"SOLVER.IMS_PER_BATCH must be at least 1, got {cfg.SOLVER.IMS_PER_BATCH}")
     if _typed_epochs(typed, keys, 1.0) == 0:
-        raise ConfigError("there is nothing to train: leave SOLVER.EPOCHS and SOLVER.MAX_ITER out, and the length is chosen")
+        raise ConfigError("the length is 0, so there is nothing to train; omit SOLVER.EPOCHS and SOLVER.MAX_ITER to have it chosen")
     if "SOLVER.EPOCHS" not in keys:  # a placeholder for early stopping; length and evaluations are chosen later
         cfg.SOLVER.EPOCHS = 1.0
     if not {"TEST.EVAL_EPOCHS", "TEST.EVAL_PERIOD"} & set(keys):

@@ -51,7 +51,7 @@ def test_the_command_says_what_it_cannot_do(tmp_path):
         ("ours.pth", "out.pth"): "is not a cpvt_det checkpoint",
         ("absent.pth", "out.pth"): "no weights file",
         ("theirs.pth", "no/folder/out.pth"): "cannot write",
-        ("theirs.pth", "out.pth", "--source", "hf_detr"): r"theirs\.pth: the weights do not have the names of hf_detr",
+        ("theirs.pth", "out.pth", "--source", "hf_detr"): r"theirs\.pth: the weights do not have the tensor names of hf_detr",
     }
     for (source, output, *options), message in cases.items():
         result = convert(tmp_path / source, tmp_path / output, *options)

@@ -444,7 +444,10 @@ def test_grey_images_are_mixed_with_coloured_ones(tmp_path):
         ([["Mosaic", {"center": [0.7, 0.3]}]], r"'Mosaic': center must be a range \[low, high\] from at least 0 to at most 1"),
         ([["Mosaic", {"zoom": [0.5, 1]}]], r"'Mosaic': zoom must be a range \[low, high\] from at least 1, got"),
         ([["MixUp", {"share": [0.5]}]], r"'MixUp': share must be a range"),
-        ([["RandomApply", {"p": 0.5}]], r"'RandomApply' needs transforms, a list like INPUT\.AUGMENTATIONS, got None"),
+        (
+            [["RandomApply", {"p": 0.5}]],
+            r"'RandomApply' needs transforms, a list in the same form as INPUT\.AUGMENTATIONS, got None",
+        ),
         ([["RandomChoice", {"transforms": ["MixUp"]}]], r"'MixUp' mixes images, so it cannot be inside 'RandomChoice'"),
         ([["RandomChoice", {"transforms": ["Mixup"]}]], r"unknown augmentation 'Mixup' \(did you mean 'MixUp'"),
         (

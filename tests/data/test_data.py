@@ -411,7 +411,7 @@ def test_number_of_classes_comes_from_the_data_and_is_checked(drawn_cfg):
     assert drawn_cfg.MODEL.NUM_CLASSES == 3
     set_classes(drawn_cfg, dataset.classes)
     drawn_cfg.MODEL.NUM_CLASSES = 80
-    with pytest.raises(ConfigError, match=r"NUM_CLASSES is 80, but the data has 3 classes \(red, green, blue\); leave it at 0"):
+    with pytest.raises(ConfigError, match=r"NUM_CLASSES is 80, but the data has 3 classes \(red, green, blue\); set it to 0"):
         set_classes(drawn_cfg, dataset.classes)
 
 

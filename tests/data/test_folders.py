@@ -352,7 +352,7 @@ def test_a_format_of_ones_own_comes_first(tmp_path):
         ),
         (
             lambda folder: [write(folder / "c/a.txt", yolo("a")), draw(folder / "x/a.png", "a"), draw(folder / "y/a.png", "a")],
-            "c/a.txt belongs to .*x/a.png or to .*y/a.png; give only one of them this name",
+            "c/a.txt could belong to .*x/a.png or to .*y/a.png; give only one of them this name",
         ),
         (
             lambda folder: [draw(folder / "a.png", "a"), write(folder / "all.json", coco(["a"]))],

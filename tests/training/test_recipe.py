@@ -327,7 +327,7 @@ def test_missing_weights_are_told_with_their_price(paces):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("SOLVER.EPOCHS 0", "there is nothing to train: leave SOLVER.EPOCHS and SOLVER.MAX_ITER out"),
+        ("SOLVER.EPOCHS 0", "there is nothing to train; omit SOLVER.EPOCHS and SOLVER.MAX_ITER"),
         ("SOLVER.MAX_ITER 0", "there is nothing to train"),
         ("SOLVER.IMS_PER_BATCH 0", r"SOLVER\.IMS_PER_BATCH must be at least 1, got 0"),
         ("TEST.EVALUATOR coko", "unknown evaluator"),

@@ -272,7 +272,7 @@ def test_evaluation_without_weights_or_with_others_is_refused(train):
 def test_weights_of_another_run_start_a_run_but_do_not_resume_it(train):
     folder = train("run", DATASETS__TEST=(), SOLVER__MAX_ITER=1)
     train("next", MODEL__WEIGHTS=str(folder / "model_final.pth"), MODEL__DETR__NUM_OBJECT_QUERIES=4, SOLVER__MAX_ITER=1)
-    with pytest.raises(WeightsError, match=r"other shapes.*input_proj"):
+    with pytest.raises(WeightsError, match=r"different shapes.*input_proj"):
         train("wide", MODEL__WEIGHTS=str(folder / "model_final.pth"), MODEL__DETR__HIDDEN_DIM=32)
     with pytest.raises(WeightsError, match="cannot be resumed"):
         train("run", resume=True, MODEL__DETR__HIDDEN_DIM=32)

@@ -129,7 +129,7 @@ def test_the_loss_of_denoising_queries_is_that_of_the_objects_they_stand_for(kin
 
 def test_denoising_queries_without_their_objects_are_refused():
     predictions, part = Predictions(torch.zeros(1, 2, 5, 3), torch.zeros(1, 2, 5, 4)), torch.zeros(2, 5, 8)
-    with pytest.raises(ValueError, match=r"2 denoising queries need objects of shape \(2, 2\)"):
+    with pytest.raises(ValueError, match=r"2 denoising queries, objects must have shape \(2, 2\)"):
         Queries(part, part, num_denoising=2).split(predictions)
 
 
