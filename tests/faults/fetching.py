@@ -306,7 +306,7 @@ CASES = [
     Case(
         "another file that was put there by hand",
         by_hand(b"another"),
-        "tiny.pth is not the file of .../missing/tiny.pth: its SHA-256 should be ...; remove it and try again",
+        "tiny.pth is not the file at .../missing/tiny.pth: its SHA-256 should be ...; remove it and try again",
         guard=Cut("checkpoint/fetch.py", "    if place.sha256 and sha256_of(path) != place.sha256:", "    if False:"),
     ),
     Case(
