@@ -120,7 +120,7 @@ def test_denoising_comes_before_learned_boxes_in_training_alone():
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"TWO_STAGE": True}, "QUERIES.NAME is 'anchors', but MODEL.DETECTOR.TWO_STAGE is True; set it to False"),
+        ({"TWO_STAGE": True}, "QUERIES.NAME is 'anchors', but MODEL.DETECTOR.TWO_STAGE is True; set TWO_STAGE to False"),
         ({"HYBRID": 3}, "unknown option of query source 'anchors' 'hybrid'"),
         (
             {"BOX_REFINEMENT": False, "SCALED_POSITIONS": True},

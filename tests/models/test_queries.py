@@ -154,7 +154,7 @@ def test_the_loss_of_proposals_is_by_class_or_of_objects(by_class):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"DETECTOR__TWO_STAGE": False}, "QUERIES.NAME is 'mixed', but MODEL.DETECTOR.TWO_STAGE is False; set it to True"),
+        ({"DETECTOR__TWO_STAGE": False}, "QUERIES.NAME is 'mixed', but MODEL.DETECTOR.TWO_STAGE is False; set TWO_STAGE to True"),
         ({"CRITERION__CLASSIFICATION__NAME": "softmax"}, "the query source 'mixed' ranks proposals by sigmoid scores"),
         (
             {"QUERIES__NAME": "proposals", "QUERIES__SHARED_CONTENT": True},

@@ -216,7 +216,7 @@ def test_scrambled_sines_give_cells_the_places_of_others_off_the_square():
         ({"MODEL__DETECTOR__BINS": 7}, "an even number of bins, at least 4, got 7"),
         ({"MODEL__DETECTOR__BIN_SCALE": 0.0}, "the scale of distributions must be above 0, got 0.0"),
         ({"MODEL__DETECTOR__DEPTH": 0}, "needs at least one level, one block and one inner channel, got 2 levels, depth 0"),
-        ({"MODEL__DETECTOR__EXPANSION": 0.01}, "inner channels, got 2 levels, depth 1 and expansion 0.01 of 16 channels"),
+        ({"MODEL__DETECTOR__EXPANSION": 0.01}, "inner channel, got 2 levels, depth 1 and expansion 0.01 of 16 channels"),
         ({"MODEL__BACKBONE__STAGES": (2, 4)}, r"twice the stride of the one before, got \[4, 16\]; set MODEL.BACKBONE.STAGES"),
         ({"MODEL__QUERIES__REFINED_POSITIONS": False}, "position_sines=False requires refined_positions=True"),
         ({"MODEL__CRITERION__CLASSIFICATION__NAME": "softmax"}, "ranks proposals by sigmoid scores"),

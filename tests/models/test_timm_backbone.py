@@ -135,7 +135,7 @@ def test_there_are_more_than_thirty_kinds():
 
 @pytest.mark.parametrize("name", INEXACT)
 def test_networks_that_cannot_be_exact_are_refused_by_name(name):
-    with pytest.raises(ConfigError, match=rf"timm/{name} cannot keep the padding out of its features: .*MASK_PADDING False"):
+    with pytest.raises(ConfigError, match=rf"timm/{name} cannot keep the padding out of its features: .*MASK_PADDING to False"):
         build_detector(small_cfg(BACKBONE__NAME=f"timm/{name}"))
 
 

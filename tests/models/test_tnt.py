@@ -219,7 +219,7 @@ def test_weights_of_another_form_are_refused(tmp_path):
     with pytest.raises(WeightsError, match=r"does not fit the backbone: .*project.norm"):
         load_backbone_weights(backbone, str(tmp_path / "w.pth"), "tnt_small")
     broken = {name: tensor for name, tensor in theirs().state_dict().items() if name != "pixel_pos"}
-    with pytest.raises(WeightsError, match="no weights of TNT: they have no pixel_pos"):
+    with pytest.raises(WeightsError, match="not weights of TNT: they have no pixel_pos"):
         convert_tnt(broken)
 
 

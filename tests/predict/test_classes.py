@@ -98,7 +98,7 @@ def test_an_exported_classifier_of_any_size_has_the_model_s_scores(weights, tmp_
 
 def test_a_program_with_other_scores_is_refused():
     _report([Comparison(Canvas(1, 32, 32), None, 5e-5, (1.0, 1.0))], 1e-4)
-    with pytest.raises(RunStoppedError, match=r"scores by up to 2.0e-01, 1e-04 is allowed; no file was written"):
+    with pytest.raises(RunStoppedError, match=r"scores by up to 2.0e-01, but only 1e-04 is allowed; no file was written"):
         _report([Comparison(Canvas(1, 32, 32), None, 0.2, (1.0, 1.0))], 1e-4)
 
 

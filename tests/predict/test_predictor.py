@@ -348,7 +348,7 @@ def without_config(detr, tmp_path):
 
 
 def test_weights_that_tell_no_config_take_a_given_one(detr, without_config):
-    with pytest.raises(WeightsError, match=r"old.pth contains no config; give its config with --config-file"):
+    with pytest.raises(WeightsError, match=r"old.pth contains no config; give one with --config-file"):
         Predictor.from_checkpoint(without_config)
     predictor = Predictor.from_checkpoint(without_config, device="cpu", config_file=str(detr.folder / "config.yaml"))
     assert predictor(detr.image(12)).to_coco(12) == [row for row in detr.found if row["image_id"] == 12]
