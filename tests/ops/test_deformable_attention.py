@@ -433,7 +433,7 @@ BAD_CALLS = {
     "triton on the CPU": (
         {"implementation": "triton"},
         ValueError,
-        "implementation 'triton' serves cuda tensors, got cpu; use 'auto' or 'eager'",
+        "implementation 'triton' supports only cuda tensors, got cpu; use 'auto' or 'eager'",
     ),
 }
 
@@ -447,7 +447,7 @@ def test_bad_input_is_named_with_the_way_out(case):
 
 def test_numba_is_refused_away_from_the_cpu():
     call = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in good_call().items()}
-    with pytest.raises(ValueError, match="implementation 'numba' serves cpu tensors, got meta"):
+    with pytest.raises(ValueError, match="implementation 'numba' supports only cpu tensors, got meta"):
         ms_deform_attn(**call, implementation="numba")
 
 
