@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Export a trained detector to a file that runs without this package, and compare its outputs with the detector's."""
+"""Programs that run without this package: a trained detector as a file, whose outputs are compared with the detector's."""

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faster classes that replace the plain classes of a built model. Parameters and names stay the same, and results stay the same
-up to rounding.
+"""Faster classes for a built model. Parameters and names stay the same, and results stay the same up to rounding.
 
 Models are plain torch. The builders call :func:`accelerate`, which replaces a model's classes with those of this package. At each
 call, ``ops/routes.py`` decides whether the faster computation pays off on this processor. If not, the faster class computes what

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Building blocks that depend on neither models nor configs."""
+"""Building blocks of models."""
 
 from cpvt_det.layers.attention import Attention, DeformableAttention
 from cpvt_det.ops import ms_deform_attn

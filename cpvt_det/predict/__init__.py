@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a trained model on images of any kind, for detections with class names or for classes with scores."""
+"""Run a trained model, for detections with class names or for classes with scores."""
 
 from cpvt_det.predict.classes import ClassPredictor, ImageClasses
 from cpvt_det.predict.detections import ImageDetections

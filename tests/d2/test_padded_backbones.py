@@ -106,5 +106,7 @@ def test_the_detector_of_a_config_gives_the_same_answer_in_any_batch():
             batch = detector.preprocess(some)
             answers.append(DETR.forward(detector, batch.images.double(), batch.padding_mask).boxes[-1, 0])
     torch.testing.assert_close(*answers, rtol=0, atol=1e-10)
-    with pytest.raises(ConfigError, match=r"build_resnet_backbone of detectron2 cannot keep the padding out .*MASK_PADDING (to )?False"):
+    with pytest.raises(
+        ConfigError, match=r"build_resnet_backbone of detectron2 cannot keep the padding out .*MASK_PADDING (to )?False"
+    ):
         build_model(load_cfg("", [*map(str, words), "MODEL.RESNETS.NORM", "BN"]))
