@@ -242,7 +242,7 @@ def test_who_is_first_in_the_quickstart_is_that_of_the_records(quickstart):
 
 def test_what_is_said_of_the_mechanisms_is_what_the_records_say(mechanisms):
     """The order that the text gives them, with its bound of 5 AP, and the figures of each sentence."""
-    text = part_of("docs/results.md", start="Three seeds each; with twelve comparisons", end="[studies/README.md]")
+    text = part_of("docs/results.md", start="Each arm has three seeds. With twelve comparisons", end="[studies/README.md]")
     runs = {name: mechanisms.values(f"mechanisms/{name}") for name in mechanisms.groups["mechanisms"]}
     means = {name: sum(values.values()) / len(values) for name, values in runs.items()}
     half = {name: _at_half(mechanisms, f"mechanisms/{name}") for name in runs}
