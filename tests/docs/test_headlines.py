@@ -284,10 +284,10 @@ def test_the_first_screen_of_the_classifiers_page_is_that_of_the_records(classif
     on_sweeps = [(one.variant, one.baseline, one.data) for one, p, _ in classifiers.on_sweeps if p < 0.05]
     phrases = [
         f"(top-1 {top1['sine']}, {top1['rope']} and {top1['5 pegs']}), then one PEG ({top1['peg']})",
-        f"learned table ({top1['table']}), no encoding ({top1['none']})",
+        f"learned table ({top1['table']}) and no encoding ({top1['none']})",
         f"leads by {classifiers.difference('main/peg', 'main/table')} (p {by_itself:.3f}, or",
-        f"or {of_one[0]:.3f} after correction for the {len(classifiers.of_ap)} comparisons of the study), five PEGs",
-        f"five PEGs by {classifiers.difference('main/5 pegs', 'main/table')} ({of_five[0]:.3f})",
+        f"or {of_one[0]:.3f} after correction for the {len(classifiers.of_ap)} comparisons of the study). Five PEGs",
+        f"Five PEGs lead by {classifiers.difference('main/5 pegs', 'main/table')} ({of_five[0]:.3f} after correction)",
         f"sines {at_twice['sine']}, five PEGs {at_twice['5 pegs']}, table {at_twice['table']}, one PEG {at_twice['peg']}, rotary",
         f"rotary positions {at_twice['rope']}",
         f"Of {len(classifiers.of_ap)} differences of top-1, {len(remain)} remain",
