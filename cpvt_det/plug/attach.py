@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from cpvt_det.checkpoint.files import read_checkpoint, state_dict_of
 from cpvt_det.common.errors import UnknownNameError, WeightsError
 from cpvt_det.common.structures import Size
-from cpvt_det.plug.families import Family, checked_grid, find_owner
-from cpvt_det.plug.hooks import ApplyPEG, AttributeOverride, ClearContext, ForwardContext, PlugError, RecordGrid
+from cpvt_det.plug.families import Family, attribute_of, checked_grid, find_owner
+from cpvt_det.plug.hooks import ApplyPEG, AttributeOverride, ForwardContext, PlugError, RecordGrid
 from cpvt_det.position.peg import PEGDetection
 
 WRAPPERS = {
@@ -147,9 +147,7 @@ def attach(
     **peg_options: Any,
 ) -> None:
     """Put PEGs into the owner of the layers, which belongs to a known family; the other arguments are those of :func:`add_peg`."""
-    options = _checked_options(peg_options)
-    layers = family.layers(owner)
-    names = _chosen(layers, after, family)
+    layers = _chosen(family.layers(owner), after, family)
     if position not in ("keep", "replace"):
         raise PlugError(f"position must be 'keep' or 'replace', got {position!r}")
     if grid is not None:
@@ -159,38 +157,36 @@ def attach(
         raise PlugError(f"{family.name} {advice}")
     if share_levels and family.levels(owner) is None:
         raise PlugError(f"{family.name} has only one level, so share_levels has no effect; remove it")
-    pegs = {
-        name: _make_peg(layers[name], family.channels(owner, name, layers[name]), family.levels(owner), share_levels, options)
-        for name in names
-    }
+    pegs = _make_pegs(owner, layers, family, share_levels, peg_options)
     undo = family.replace(owner) if position == "replace" else []
     if position == "replace" and not undo:
         raise PlugError(f"{family.name}: there is nothing to replace: the model has no encoding of its own; use position='keep'")
     undo += family.prepare(owner)
     if grid is not None:
         undo.append(AttributeOverride(owner, "peg_grid", grid))
-    if layers[names[0]] is owner:  # the maps of a backbone
+    if owner in layers.values():  # the maps of a backbone
         owner.peg = nn.ModuleDict(pegs).train(owner.training)
     else:
         for name, peg in pegs.items():
             layers[name].peg = peg
-    plug = owner._peg_plug = Plug(undo, list({id(layers[name]): layers[name] for name in names}.values()))
+    plug = owner._peg_plug = Plug(undo, list(dict.fromkeys(layers.values())))
     context = None
     if family.grid_source is not None:
         context, (path, when) = ForwardContext(), family.grid_source
         watched = owner.get_submodule(path)
         register = watched.register_forward_pre_hook if when == "before" else watched.register_forward_hook
         undo.append(register(RecordGrid(family, context), with_kwargs=True))
-        undo.append(owner.register_forward_hook(ClearContext(context), always_call=True))
+        undo.append(owner.register_forward_hook(context.close, always_call=True))
     for layer in plug.layers:
-        apply = ApplyPEG(family, family.layout_of(owner), family.prefix(owner), family.windows(owner), context)
+        prefix, windows = attribute_of(owner, family.prefix), attribute_of(owner, family.windows)
+        apply = ApplyPEG(family, family.layout_of(owner), prefix, windows, context)
         # First, so that hooks that record a layer's output, as transformers' do after a first call, see the PEG's output.
         undo.append(layer.register_forward_hook(apply, prepend=True, with_kwargs=True))
     _forget_compiled()
 
 
-def _chosen(layers: Mapping[str, nn.Module], after: int | str | Sequence[int | str], family: Family) -> list[str]:
-    """The names of the layers in ``after``."""
+def _chosen(layers: Mapping[str, nn.Module], after: int | str | Sequence[int | str], family: Family) -> dict[str, nn.Module]:
+    """The layers in ``after``, by name."""
     wanted = [after] if isinstance(after, (str, Integral)) or not isinstance(after, Iterable) else list(after)
     known = list(layers)
     names = []
@@ -206,25 +202,28 @@ def _chosen(layers: Mapping[str, nn.Module], after: int | str | Sequence[int | s
     taken = [name for name in names if hasattr(layers[name], "peg")]
     if taken:
         raise PlugError(f"{family.name}: the layer {taken[0]} already has an attribute 'peg', which is not from add_peg")
-    return names
+    return {name: layers[name] for name in names}
 
 
-def _checked_options(peg_options: Mapping[str, Any]) -> dict[str, Any]:
+def _make_pegs(
+    owner: nn.Module, layers: Mapping[str, nn.Module], family: Family, share_levels: bool, peg_options: Mapping[str, Any]
+) -> dict[str, nn.Module]:
+    """For each layer a PEG, or a list of one per level, on the device and in the dtype of the layer."""
     known = set(inspect.signature(PEGDetection).parameters) - {"channels"}
     for option in peg_options:
         if option not in known:
             raise UnknownNameError("option of PEG", option, known)
-    return {"zero_init": True, **peg_options}
-
-
-def _make_peg(layer: nn.Module, channels: int, levels: int | None, share_levels: bool, options: Mapping[str, Any]) -> nn.Module:
-    """A PEG, or a list of one per level, on the device and in the dtype of the layer."""
-    if levels is None:
-        peg = PEGDetection(channels, **options)
-    else:
-        peg = nn.ModuleList(PEGDetection(channels, **options) for _ in range(1 if share_levels else levels))
-    like = next(parameter for parameter in layer.parameters() if parameter.is_floating_point())
-    return peg.to(like.device, like.dtype).train(layer.training)
+    options = {"zero_init": True, **peg_options}
+    levels, pegs = family.levels(owner), {}
+    for name, layer in layers.items():
+        channels = family.channels(owner, name, layer)
+        if levels is None:
+            peg = PEGDetection(channels, **options)
+        else:
+            peg = nn.ModuleList(PEGDetection(channels, **options) for _ in range(1 if share_levels else levels))
+        like = next(parameter for parameter in layer.parameters() if parameter.is_floating_point())
+        pegs[name] = peg.to(like.device, like.dtype).train(layer.training)
+    return pegs
 
 
 def _plugs(model: nn.Module) -> list[tuple[nn.Module, Plug]]:

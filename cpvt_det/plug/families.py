@@ -5,6 +5,7 @@ A family is described by attributes, and by a few methods where these are not en
 library is imported.
 """
 
+import operator
 from collections.abc import Mapping
 from numbers import Integral
 from typing import Any
@@ -13,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from cpvt_det.common.structures import Size
-from cpvt_det.plug.hooks import AttributeOverride, GridAndMask, PlugError, ZeroArgument, ZeroOutput
+from cpvt_det.plug.hooks import AttributeOverride, GridAndMask, PlugError, ZeroArgument, zero_output
 
 
 class Family:
-    """A family of models. The defaults describe layers with (B, N, C) tokens and no mask, whose calls have the grid among the
-    arguments."""
+    """A family of models. The defaults describe a ViT: layers with (B, N, C) tokens and no mask, whose calls have the grid among
+    the arguments."""
 
     name: str
     classes: tuple[str, ...]
@@ -33,29 +34,27 @@ class Family:
     mask_meaning: str | None = None
     """Meaning that the family's mask must have, for messages; ``None`` if there is no mask."""
     needs_grid = False
+    width: str | None = None
+    """Path, below the owner, of the number of channels; ``None`` if the norm of each layer tells it."""
+    level_embed: str | None = None
+    """Name of the parameter (L, C) with an embedding of each level; ``None`` for a single level."""
+    prefix: int | str = 0
+    """Number of class and register tokens before the tokens of the grid, or its path below the owner."""
+    windows: int | str = 1
+    """Number of windows per side, or its path below the owner, for layers that treat each window as an element of the batch."""
+    swaps_windows = False
+    """Whether the model swaps height and width of its windows."""
 
     def layers(self, owner: nn.Module) -> dict[str, nn.Module]:
         """The layers by name, in the order in which they run."""
         return {f"{self.blocks}.{name}": layer for name, layer in owner.get_submodule(self.blocks).named_children()}
 
     def channels(self, owner: nn.Module, name: str, layer: nn.Module) -> int:
-        return layer.norm2.normalized_shape[0]
+        return attribute_of(owner, self.width) if self.width else layer.norm2.normalized_shape[0]
 
     def levels(self, owner: nn.Module) -> int | None:
         """Number of levels of a multi-level encoder; ``None`` for a single level."""
-        return None
-
-    def prefix(self, owner: nn.Module) -> int:
-        """Number of class and register tokens before the tokens of the grid."""
-        return 0
-
-    def windows(self, owner: nn.Module) -> int:
-        """Number of windows per side, for layers that treat each window as an element of the batch; 1 without windows."""
-        return 1
-
-    def window_shape(self, shape: Size, windows: int) -> Size:
-        """(height, width) of a window, as the model divides the grid."""
-        return shape[0] // windows, shape[1] // windows
+        return None if self.level_embed is None else len(attribute_of(owner, self.level_embed))
 
     def layout_of(self, owner: nn.Module) -> str:
         return self.layout
@@ -70,7 +69,12 @@ class Family:
 
     def replace(self, owner: nn.Module) -> list[Any]:
         """Remove the encoder's own encoding; return objects whose ``remove()`` restores it, or an empty list if there is none."""
-        return []
+        return [] if getattr(owner, "pos_embed", None) is None else [AttributeOverride(owner, "pos_embed", None)]
+
+
+def attribute_of(owner: nn.Module, value: int | str) -> Any:
+    """The attribute of a module at a path such as ``config.d_model``; a number is returned unchanged."""
+    return operator.attrgetter(value)(owner) if isinstance(value, str) else value
 
 
 def _argument(args: tuple, kwargs: Mapping[str, Any], index: int, *names: str) -> Any:
@@ -101,9 +105,6 @@ class DetectronViT(Family):
     name = "detectron2 ViT"
     classes = ("detectron2.modeling.backbone.vit.ViT",)
     layout = "BHWC"
-
-    def replace(self, owner: nn.Module) -> list[Any]:
-        return [] if owner.pos_embed is None else [AttributeOverride(owner, "pos_embed", None)]
 
 
 class DetectronMViT(DetectronViT):
@@ -154,10 +155,9 @@ class DETR(Family):
     layout = "NBC"
     grid_source = ("", "before")
     mask_meaning = "True must mean padded"
+    width = "d_model"
     encoding = ("pos", 3)
-
-    def channels(self, owner: nn.Module, name: str, layer: nn.Module) -> int:
-        return owner.d_model
+    """Name and index of the argument of the encoder that contains the encoding."""
 
     def grid_and_mask(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> GridAndMask:
         features, mask = _argument(args, kwargs, 0, "src", "x"), _argument(args, kwargs, 1, "mask")
@@ -170,10 +170,8 @@ class DETR(Family):
 class DetrexDETR(DETR):
     name = "detrex DETR, DAB-DETR"
     classes = ("detr.modeling.transformer.DetrTransformer", "dab_detr.modeling.dab_transformer.DabDetrTransformer")
+    width = "embed_dim"
     encoding = ("query_pos", 3)
-
-    def channels(self, owner: nn.Module, name: str, layer: nn.Module) -> int:
-        return owner.embed_dim
 
 
 class DeformableDETR(Family):
@@ -187,10 +185,7 @@ class DeformableDETR(Family):
     features, masks, encodings, level_embed = "srcs", "masks", "pos_embeds", "level_embed"
 
     def channels(self, owner: nn.Module, name: str, layer: nn.Module) -> int:
-        return getattr(owner, self.level_embed).shape[1]
-
-    def levels(self, owner: nn.Module) -> int | None:
-        return getattr(owner, self.level_embed).shape[0]
+        return attribute_of(owner, self.level_embed).shape[1]
 
     def grid_and_mask(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> GridAndMask:
         shapes = [tuple(level.shape[-2:]) for level in _argument(args, kwargs, 0, self.features)]
@@ -212,42 +207,35 @@ class DetrexDeformableDETR(DeformableDETR):
     level_embed = "level_embeds"
 
 
-class HuggingFaceDETR(Family):
+class HuggingFaceDETR(DETR):
     """A layer receives only the attention mask, (B, 1, N, N) or none, but the position embedding receives the map's shape and
     mask."""
 
     name = "transformers DETR"
     classes = ("transformers.models.detr.modeling_detr.DetrModel",)
-    blocks = "encoder.layers"
+    layout = "BNC"
     grid_source = ("position_embedding", "before")
     mask_meaning = "pixel_mask must be 1 on the image and 0 on the padding"
-
-    def channels(self, owner: nn.Module, name: str, layer: nn.Module) -> int:
-        return owner.config.d_model
+    width = "config.d_model"
+    encoding = ("spatial_position_embeddings", 2)
 
     def grid_and_mask(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> GridAndMask:
         shape, mask = _argument(args, kwargs, 0, "shape"), _argument(args, kwargs, 3, "mask")
         return [tuple(shape[-2:])], None if mask is None else _padded(mask, valid=True).flatten(1)
-
-    def replace(self, owner: nn.Module) -> list[Any]:
-        hook = ZeroArgument("spatial_position_embeddings", 2)
-        return [owner.encoder.register_forward_pre_hook(hook, with_kwargs=True)]
 
 
 class HuggingFaceDeformableDETR(HuggingFaceDETR):
     name = "transformers Deformable-DETR"
     classes = ("transformers.models.deformable_detr.modeling_deformable_detr.DeformableDetrModel",)
     grid_source = None
-
-    def levels(self, owner: nn.Module) -> int | None:
-        return owner.level_embed.shape[0]
+    level_embed = "level_embed"
 
     def grid_and_mask(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> GridAndMask:
         shapes = _argument(args, kwargs, 5, "spatial_shapes_list")  # Python numbers: no wait for the GPU
         return [tuple(shape) for shape in shapes], _padded(_argument(args, kwargs, 1, "attention_mask"), valid=True)
 
     def replace(self, owner: nn.Module) -> list[Any]:
-        return [owner.position_embedding.register_forward_hook(ZeroOutput())]
+        return [owner.position_embedding.register_forward_hook(zero_output)]
 
 
 class HuggingFaceRTDETR(Family):
@@ -260,12 +248,10 @@ class HuggingFaceRTDETR(Family):
     )
     blocks = "aifi"
     layout = "BCHW"
-
-    def channels(self, owner: nn.Module, name: str, layer: nn.Module) -> int:
-        return layer.encoder_hidden_dim
+    width = "encoder_hidden_dim"
 
     def replace(self, owner: nn.Module) -> list[Any]:
-        return [layer.position_embedding.register_forward_hook(ZeroOutput()) for layer in owner.aifi]
+        return [layer.position_embedding.register_forward_hook(zero_output) for layer in owner.aifi]
 
 
 class HuggingFaceLWDETR(Family):
@@ -275,15 +261,8 @@ class HuggingFaceLWDETR(Family):
     classes = ("transformers.models.lw_detr.modeling_lw_detr.LwDetrViTBackbone",)
     blocks = "encoder.layer"
     grid_source = ("embeddings", "after")
-
-    def channels(self, owner: nn.Module, name: str, layer: nn.Module) -> int:
-        return owner.config.hidden_size
-
-    def windows(self, owner: nn.Module) -> int:
-        return owner.config.num_windows_side
-
-    def grid_and_mask(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> GridAndMask:
-        return [tuple(output.shape[-2:])], None
+    width = "config.hidden_size"
+    windows = "config.num_windows_side"
 
     def replace(self, owner: nn.Module) -> list[Any]:
         table = owner.embeddings.position_embeddings
@@ -295,15 +274,9 @@ class HuggingFaceRFDETR(HuggingFaceLWDETR):
 
     name = "transformers RF-DETR"
     classes = ("transformers.models.rf_detr.modeling_rf_detr.RfDetrDinov2Backbone",)
-
-    def prefix(self, owner: nn.Module) -> int:
-        return 1
-
-    def windows(self, owner: nn.Module) -> int:
-        return owner.config.num_windows
-
-    def window_shape(self, shape: Size, windows: int) -> Size:
-        return shape[1] // windows, shape[0] // windows
+    prefix = 1
+    windows = "config.num_windows"
+    swaps_windows = True
 
     def grid_and_mask(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> GridAndMask:
         height, width = _argument(args, kwargs, 0, "pixel_values").shape[-2:]
@@ -318,18 +291,11 @@ class TimmViT(Family):
     name = "timm VisionTransformer"
     classes = ("timm.models.vision_transformer.VisionTransformer",)
     grid_source = ("patch_embed", "after")
-
-    def channels(self, owner: nn.Module, name: str, layer: nn.Module) -> int:
-        return owner.embed_dim
-
-    def prefix(self, owner: nn.Module) -> int:
-        return owner.num_prefix_tokens
+    width = "embed_dim"
+    prefix = "num_prefix_tokens"
 
     def grid_and_mask(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> GridAndMask:
         return [tuple(module.dynamic_feat_size(args[0].shape[-2:]))], None
-
-    def replace(self, owner: nn.Module) -> list[Any]:
-        return [] if owner.pos_embed is None else [AttributeOverride(owner, "pos_embed", None)]
 
 
 class TimmTNT(TimmViT):
@@ -347,15 +313,8 @@ class TorchvisionViT(Family):
     classes = ("torchvision.models.vision_transformer.VisionTransformer",)
     blocks = "encoder.layers"
     grid_source = ("conv_proj", "after")
-
-    def channels(self, owner: nn.Module, name: str, layer: nn.Module) -> int:
-        return owner.hidden_dim
-
-    def prefix(self, owner: nn.Module) -> int:
-        return 1
-
-    def grid_and_mask(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> GridAndMask:
-        return [tuple(output.shape[-2:])], None
+    width = "hidden_dim"
+    prefix = 1
 
     def replace(self, owner: nn.Module) -> list[Any]:
         return [AttributeOverride(owner.encoder, "pos_embedding", owner.encoder.pos_embedding.new_zeros(1, 1, 1))]
@@ -370,9 +329,7 @@ class TorchEncoder(Family):
     grid_source = ("", "before")
     mask_meaning = "src_key_padding_mask must be True on the padding"
     needs_grid = True
-
-    def channels(self, owner: nn.Module, name: str, layer: nn.Module) -> int:
-        return layer.linear2.out_features
+    width = "layers.0.linear2.out_features"
 
     def layout_of(self, owner: nn.Module) -> str:
         return "BNC" if owner.layers[0].self_attn.batch_first else "NBC"
@@ -415,9 +372,11 @@ def find_owner(model: nn.Module) -> tuple[str, nn.Module, Family]:
     for name, module in model.named_modules():
         if any(outer == "" or name.startswith(outer + ".") for outer, _, _ in found):
             continue
-        family = _family_of(module)
-        if family is not None:
-            found.append((name, module, family))
+        classes = [f".{base.__module__}.{base.__qualname__}" for base in type(module).__mro__]
+        for family in FAMILIES:
+            if any(full.endswith(f".{ending}") for full in classes for ending in family.classes):
+                found.append((name, module, family))
+                break
     if not found:
         known = "\n".join(f"- {family.name} ({', '.join(family.classes)})" for family in FAMILIES)
         raise PlugError(f"no place for PEG is known in {type(model).__name__}; the known models are\n{known}")
@@ -425,8 +384,3 @@ def find_owner(model: nn.Module) -> tuple[str, nn.Module, Family]:
         names = ", ".join(name for name, _, _ in found)
         raise PlugError(f"{type(model).__name__} has several places for PEG; pass one of these modules: {names}")
     return found[0]
-
-
-def _family_of(module: nn.Module) -> Family | None:
-    names = [f".{base.__module__}.{base.__qualname__}" for base in type(module).__mro__]
-    return next((f for f in FAMILIES if any(name.endswith(f".{ending}") for name in names for ending in f.classes)), None)

@@ -5,8 +5,8 @@ The hooks are not closures and do not refer to a PEG. They read ``layer.peg``, s
 """
 
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,18 +21,6 @@ GridAndMask = tuple[list[Size], Tensor | None]
 
 class PlugError(BadInputError):
     """A model to which no PEG can be added, or a PEG whose grid or mask cannot be right."""
-
-
-class Observer(Protocol):
-    """The members of a family that the hooks use; ``Family`` describes them."""
-
-    name: str
-    output: int | None
-    mask_meaning: str | None
-
-    def grid_and_mask(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> GridAndMask: ...
-
-    def window_shape(self, shape: Size, windows: int) -> Size: ...
 
 
 class ForwardContext:
@@ -70,8 +58,9 @@ class ForwardContext:
             )
         raise PlugError("the layer was called alone, so its PEG has no grid; call the whole model or the module with its encoder")
 
-    def close(self) -> None:
-        """Mark the end of the forward pass, also after an error."""
+    def close(self, *_: Any) -> None:
+        """Mark the end of the forward pass, also after an error, as a hook of the owner. A layer that is later called alone then
+        does not use an old grid."""
         self.open = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -85,9 +74,14 @@ def _thread() -> int:
 
 
 class RecordGrid:
-    """A hook that records grid and mask, before or after the module that receives them."""
+    """A hook that records grid and mask, before or after the module that receives them.
 
-    def __init__(self, family: Observer, context: ForwardContext):
+    Args:
+        family: family of the model, a :class:`cpvt_det.plug.families.Family`.
+        context: context to record them in.
+    """
+
+    def __init__(self, family: Any, context: ForwardContext):
         self.family, self.context = family, context
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any = None) -> None:
@@ -96,21 +90,11 @@ class RecordGrid:
         self.context.record(self.family.grid_and_mask(module, args, kwargs, output))
 
 
-class ClearContext:
-    """A hook that runs after the owner, so that a layer that is later called alone does not use an old grid."""
-
-    def __init__(self, context: ForwardContext):
-        self.context = context
-
-    def __call__(self, module: nn.Module, args: tuple, output: Any) -> None:
-        self.context.close()
-
-
 class ApplyPEG:
     """A hook that runs after a layer and applies PEG to the tokens in its output.
 
     Args:
-        family: family of the model: which output contains the tokens, and how to read grid and mask from a call.
+        family: family of the model, a :class:`cpvt_det.plug.families.Family`.
         layout: ``BNC``, ``NBC``, ``BHWC`` or ``BCHW``.
         prefix: number of class and register tokens before the tokens of the grid or, with windows, before the tokens of each
             window.
@@ -118,7 +102,7 @@ class ApplyPEG:
         context: grid and mask that another module received; ``None`` to read them from the layer's own call.
     """
 
-    def __init__(self, family: Observer, layout: str, prefix: int, windows: int, context: ForwardContext | None):
+    def __init__(self, family: Any, layout: str, prefix: int, windows: int, context: ForwardContext | None):
         self.family, self.layout, self.prefix, self.windows, self.context = family, layout, prefix, windows, context
         self.mask_is_checked = False
 
@@ -139,7 +123,9 @@ class ApplyPEG:
             tokens = tokens.reshape(-1, self.windows**2 * tokens.shape[1], tokens.shape[2])  # (B, N, C), window by window
         padded = self._checked(tokens, shapes, padded)
         if self.windows > 1:
-            height, width = self.family.window_shape(shapes[0], self.windows)
+            height, width = shapes[0][0] // self.windows, shapes[0][1] // self.windows
+            if self.family.swaps_windows:
+                height, width = width, height
             by_window = (self.windows, self.windows, height, width)
             tokens = tokens.unflatten(1, by_window).transpose(2, 3).flatten(1, 4)  # row by row
         encoded = apply_levels(peg, tokens, padded, shapes)
@@ -228,11 +214,9 @@ class ZeroArgument:
         )
 
 
-class ZeroOutput:
+def zero_output(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
     """A hook after a position encoding that replaces its output with zeros."""
-
-    def __call__(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
-        return _zeros(output)
+    return _zeros(output)
 
 
 def _zeros(value: Any) -> Any:
@@ -248,7 +232,7 @@ class AttributeOverride:
     def __init__(self, module: nn.Module, name: str, value: Any):
         self.module, self.name = module, name
         self.had, self.kept = hasattr(module, name), getattr(module, name, None)
-        self.order, self.dtype = list(module._parameters), _parameter_of(module).dtype
+        self.order, self.dtype = list(module._parameters), next(module.parameters()).dtype
         if isinstance(value, Tensor):
             delattr(module, name)
             module.register_buffer(name, value, persistent=False)
@@ -262,7 +246,7 @@ class AttributeOverride:
         if isinstance(kept, nn.Parameter):
             if self.name in module._buffers:
                 delattr(module, self.name)
-            other = _parameter_of(module)
+            other = next(module.parameters())
             kept.data = kept.data.to(other.device, other.dtype if other.dtype != self.dtype else kept.dtype)
         if not self.had:
             delattr(module, self.name)
@@ -270,8 +254,3 @@ class AttributeOverride:
         setattr(module, self.name, kept)
         for name in self.order:
             module._parameters[name] = module._parameters.pop(name)
-
-
-def _parameter_of(module: nn.Module) -> nn.Parameter:
-    """Any parameter of the module, to read the device and the dtype from."""
-    return next(module.parameters())
