@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What happens inside a vision transformer: attention between patches, patches as feature maps, pixels of a TNT."""
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +17,6 @@ from cpvt_det.models.backbones import TransformerInTransformer
 from cpvt_det.visualize.attention_by_position import AttentionByPosition, common_range, mean_attention
 from cpvt_det.visualize.figures import new_grid, save_figure
 from cpvt_det.visualize.position import NamedDetector
-from cpvt_det.visualize.recording import record_outputs
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -110,7 +110,11 @@ def pixel_features(model: NamedDetector, image: Tensor, layers: Sequence[int]) -
 def _outputs(model: NamedDetector, image: Tensor, layers: Sequence[int]) -> tuple[dict[int, Any], Size]:
     """What layers return, and (H, W) of the patches."""
     backbone, batch = transformer_of(model), model.detector.preprocess([image])
-    with record_outputs({layer: backbone.encoder.layers[layer] for layer in layers}) as outputs:
+    outputs: dict[int, Any] = {}
+    with contextlib.ExitStack() as hooks:
+        for layer in layers:
+            part = backbone.encoder.layers[layer]
+            hooks.enter_context(part.register_forward_hook(lambda _, args, out, layer=layer: outputs.update({layer: out})))
         model.detector(batch.images, batch.padding_mask)
     height, width = (-(-side // backbone.strides[0]) for side in batch.images.shape[2:])
     return outputs, (height, width)

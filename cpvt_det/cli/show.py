@@ -29,7 +29,7 @@ from cpvt_det.visualize.attention import draw_attention
 from cpvt_det.visualize.attention_by_position import dense_models, draw_attention_by_position
 from cpvt_det.visualize.data import draw_batches, draw_denoising
 from cpvt_det.visualize.position import NamedDetector, draw_added, draw_kernels, images_of_size
-from cpvt_det.visualize.recording import Point, centers_of, record_forward, tokens_at
+from cpvt_det.visualize.recording import Point, record_forward, tokens_at
 
 output_option = click.option(
     "--output", required=True, type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Folder for the pictures."
@@ -88,7 +88,8 @@ def attention(
     size = tuple(image.shape[1:])
     record = record_forward(trained.detector, resized, size, classification, trained.classes, detections)
     # A centre may lie exactly on the right or bottom border, which counts as outside.
-    found = [(min(x, size[1] - 1), min(y, size[0] - 1)) for x, y in centers_of(record.found)]
+    boxes = [query.box for query in record.found]
+    found = [(min((x1 + x2) / 2, size[1] - 1), min((y1 + y2) / 2, size[0] - 1)) for x1, y1, x2, y2 in boxes]
     tokens = tokens_at(record, given or found, level)
     for path in draw_attention(record, tokens, output):
         click.echo(path)

@@ -70,7 +70,12 @@ class CocoEvaluator(Evaluator):
             raise UnknownNameError("evaluator", backend, BACKENDS)
         if max_detections is not None and max_detections < 1:
             raise ValueError(f"max_detections must be at least 1, got {max_detections}")
-        _check_classes(class_ids, class_names)
+        if len(class_ids) == 0 or len(class_ids) != len(class_names):
+            raise ValueError(f"expected one name for each class id, got {len(class_ids)} ids and {len(class_names)} names")
+        for kind, values in (("id", list(class_ids)), ("name", list(class_names))):
+            twice = [value for value in values if values.count(value) > 1]
+            if twice:
+                raise ValueError(f"class {kind} {twice[0]!r} occurs more than once; each class needs its own")
         self.class_ids = [int(class_id) for class_id in class_ids]
         self.class_names = list(class_names)
         self.backend = backend
@@ -256,20 +261,6 @@ def _figures(precision: np.ndarray, recall: np.ndarray, class_names: list[str], 
     figures |= {f"AR{suffix}": mean(recall[..., a, -1]) for a, suffix in enumerate(AREA_SUFFIXES, start=1)}
     figures |= {f"AP-{name}": mean(precision[:, :, label, 0, -1]) for label, name in enumerate(class_names)}
     return figures
-
-
-def _check_classes(class_ids: Sequence[int], class_names: Sequence[str]) -> None:
-    """Refuse class ids and names that are not unique, or do not form pairs.
-
-    Raises:
-        ValueError: there is no class, the numbers of ids and names differ, or an id or a name occurs twice.
-    """
-    if len(class_ids) == 0 or len(class_ids) != len(class_names):
-        raise ValueError(f"expected one name for each class id, got {len(class_ids)} ids and {len(class_names)} names")
-    for kind, values in (("id", list(class_ids)), ("name", list(class_names))):
-        twice = [value for value in values if values.count(value) > 1]
-        if twice:
-            raise ValueError(f"class {kind} {twice[0]!r} occurs more than once; each class needs its own")
 
 
 def _checked_arrays(image_id: int, detections: Detections, num_classes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -42,17 +42,13 @@ class GroundTruth:
     image_of: np.ndarray
     objects: np.ndarray
 
-    @cached_property
-    def most_of_a_class(self) -> int:
-        """The largest number of objects of one class in one image, not counting crowds."""
-        labels = self.objects["label"].astype(np.int64)
-        pairs = (self.image_of * (labels.max(initial=0) + 1) + labels)[~self.objects["crowd"]]
-        return int(np.unique(pairs, return_counts=True)[1].max(initial=0))
-
     @property
     def counted(self) -> int | None:
-        """:data:`COUNTED`; ``None`` if all detections count."""
-        return COUNTED if self.most_of_a_class <= COUNTED else None
+        """:data:`COUNTED`; ``None`` if all detections count, because one class has more objects in an image, without crowds."""
+        labels = self.objects["label"].astype(np.int64)
+        pairs = (self.image_of * (labels.max(initial=0) + 1) + labels)[~self.objects["crowd"]]
+        most_of_a_class = np.unique(pairs, return_counts=True)[1].max(initial=0)
+        return COUNTED if most_of_a_class <= COUNTED else None
 
     def annotations(self, class_ids: Sequence[int], labels: Sequence[int]) -> list[dict[str, Any]]:
         """Objects as COCO's annotations, with ids from 1, because 0 means "no match".

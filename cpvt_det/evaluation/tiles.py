@@ -117,20 +117,17 @@ def detect_tiles(
     jobs = [(sample, window) for sample, parts in zip(samples, windows, strict=True) for window in parts]
     found: list[Detections] = []
     for start in range(0, len(jobs), batch_size):
-        views = [_view(sample, window, prepare) for sample, window in jobs[start : start + batch_size]]
+        views = []
+        for sample, (top, left, height, width) in jobs[start : start + batch_size]:
+            is_whole = (height, width) == (sample["height"], sample["width"])
+            image = sample["image"] if is_whole else prepare(sample["pixels"][:, top : top + height, left : left + width])
+            views.append({"image": image, "height": height, "width": width})
         found += detect(detector, postprocess, views)
     merged = []
     for sample, parts in zip(samples, windows, strict=True):
         own, found = found[: len(parts)], found[len(parts) :]
         merged.append(merge_windows(own, parts, (sample["height"], sample["width"]), tiling.merge, postprocess.max_detections))
     return merged
-
-
-def _view(sample: Mapping[str, Any], window: Window, prepare: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-    top, left, height, width = window
-    is_whole = (height, width) == (sample["height"], sample["width"])
-    image = sample["image"] if is_whole else prepare(sample["pixels"][:, top : top + height, left : left + width])
-    return {"image": image, "height": height, "width": width}
 
 
 def merge_windows(

@@ -72,8 +72,9 @@ class ClassEvaluator(Evaluator):
         first = np.array([label in found[:1] for label, found in zip(labels, best, strict=True)])
         among = np.array([label in found for label, found in zip(labels, best, strict=True)])
         by_class = [_percent(first[labels == label]) for label in range(len(self.names))]
-        figures = {"top1": _percent(first), "top1_class_mean": _mean([value for value in by_class if value == value])}
-        figures["top5"] = _percent(among)
+        known = [value for value in by_class if not math.isnan(value)]
+        mean = sum(known) / len(known) if known else math.nan
+        figures = {"top1": _percent(first), "top1_class_mean": mean, "top5": _percent(among)}
         figures |= {f"top1-{name}": value for name, value in zip(self.names, by_class, strict=True)}
         return {"classes": figures}
 
@@ -133,10 +134,6 @@ def most_confused(counts: np.ndarray, names: Sequence[str], most: int = LISTED) 
 
 def _percent(right: np.ndarray) -> float:
     return 100 * float(right.mean()) if right.size else math.nan
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else math.nan
 
 
 def _text(value: float) -> str:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 from tabulate import tabulate
-from torch import Tensor, nn
+from torch import nn
 
 from cpvt_det.checkpoint.files import read_checkpoint, state_dict_of
 from cpvt_det.common.errors import UnknownNameError, WeightsError
@@ -29,6 +29,8 @@ WRAPPERS = {
         "inside, then wrap it and build the optimizer",
     ),
 }
+PREFIXES = ("module.",)
+"""Prefixes to remove from the names of weights; not ``model.``, which transformers' own networks have."""
 
 
 @dataclass
@@ -125,15 +127,10 @@ def peg_report(model: nn.Module) -> str:
     Raises:
         PlugError: a model without a PEG.
     """
-    rows = [
-        (
-            name,
-            sum(parameter.numel() for parameter in peg.parameters()),
-            type(peg.norm).__name__,
-            "none" if peg.scale is None else f"{peg.scale.detach().abs().mean():.3g}",
-        )
-        for name, peg in _named_pegs(model)
-    ]
+    rows = []
+    for name, peg in _named_pegs(model):
+        scale = "none" if peg.scale is None else f"{peg.scale.detach().abs().mean():.3g}"
+        rows.append((name, sum(parameter.numel() for parameter in peg.parameters()), type(peg.norm).__name__, scale))
     return tabulate(rows, headers=["where", "parameters", "norm", "mean |scale|"], disable_numparse=True)
 
 
@@ -260,8 +257,21 @@ def _forget_compiled() -> None:
 
 def _load(model: nn.Module, weights: str | Path | Mapping[str, Any]) -> None:
     """Load weights that must fit the PEGs one to one."""
-    origin = "the given weights" if isinstance(weights, Mapping) else str(weights)
-    found = {key: value for key, value in _read(weights).items() if ".peg." in f".{key}"}
+    if isinstance(weights, Mapping):
+        origin = "the given weights"
+        contents = {origin: dict(weights)}
+    elif isinstance(weights, (str, Path)):
+        origin, path = str(weights), Path(weights).expanduser()
+        files = [path] if not path.is_dir() else sorted(path.glob("*.safetensors")) or sorted(path.glob("*.bin"))
+        if not files:
+            raise WeightsError(f"the folder {path} contains no .safetensors and no .bin file")
+        contents = {str(file): read_checkpoint(file) for file in files}
+    else:
+        raise WeightsError(f"weights must be a folder, a file or a state dict, got a {type(weights).__name__}")
+    found = {}
+    for name, content in contents.items():
+        tensors = state_dict_of(content, name, PREFIXES)
+        found |= {key: value for key, value in tensors.items() if ".peg." in f".{key}"}
     state = model.state_dict()
     wanted = [key for name, _ in _named_pegs(model) for key in state if key.startswith(name + ".")]
     missing, other = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
@@ -271,21 +281,3 @@ def _load(model: nn.Module, weights: str | Path | Mapping[str, Any]) -> None:
         faults = "; ".join(f"{verb} {', '.join(keys[:4])}{' ...' if len(keys) > 4 else ''}" for verb, keys in lists.items() if keys)
         raise WeightsError(f"{origin} {faults}: call add_peg with the layers and options that the weights were trained with")
     model.load_state_dict({key: found[key] for key in wanted}, strict=False)
-
-
-PREFIXES = ("module.",)
-"""Prefixes to remove from names; not ``model.``, which transformers' own networks have."""
-
-
-def _read(weights: str | Path | Mapping[str, Any]) -> dict[str, Tensor]:
-    if isinstance(weights, Mapping):
-        return state_dict_of(dict(weights), "the given weights", PREFIXES)
-    if not isinstance(weights, (str, Path)):
-        raise WeightsError(f"weights must be a folder, a file or a state dict, got a {type(weights).__name__}")
-    path = Path(weights).expanduser()
-    if not path.is_dir():
-        return state_dict_of(read_checkpoint(path), str(path), PREFIXES)
-    files = sorted(path.glob("*.safetensors")) or sorted(path.glob("*.bin"))
-    if not files:
-        raise WeightsError(f"the folder {path} contains no .safetensors and no .bin file")
-    return {key: tensor for file in files for key, tensor in state_dict_of(read_checkpoint(file), str(file), PREFIXES).items()}

@@ -15,8 +15,7 @@ from cpvt_det.common.errors import ConfigError
 from cpvt_det.evaluation.answers import classify
 from cpvt_det.evaluation.tiles import Tiling
 from cpvt_det.models import Classifier
-from cpvt_det.predict.inputs import ImageInput
-from cpvt_det.predict.predictor import Predictor
+from cpvt_det.predict.predictor import ImageInput, Predictor
 
 BEST = 5
 

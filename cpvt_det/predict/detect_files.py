@@ -133,17 +133,16 @@ def predict_files(
     done: list[InputFile] = []
     total = Found()
     _make_folder(output, "pictures")
-    with tqdm(total=len(files), desc="predicting", unit="img", leave=False, file=sys.stderr) as bar:
-        for file, everything in _predict_each(predictor, files, batch_size, on_bad, bar):
-            found = everything.above(threshold)
-            total.add(file.name, everything, len(found))
-            picture = output / "pictures" / pictures[file.name]
-            picture.parent.mkdir(parents=True, exist_ok=True)
-            drawn = found.draw()
-            drawn.thumbnail((LONGEST_JPEG, LONGEST_JPEG))  # only if it is larger
-            drawn.save(picture, quality=92)
-            results += found.to_coco(file.image_id)
-            done.append(file)
+    for file, everything in _predict_each(predictor, files, batch_size, on_bad):
+        found = everything.above(threshold)
+        total.add(file.name, everything, len(found))
+        picture = output / "pictures" / pictures[file.name]
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        drawn = found.draw()
+        drawn.thumbnail((LONGEST_JPEG, LONGEST_JPEG))  # only if it is larger
+        drawn.save(picture, quality=92)
+        results += found.to_coco(file.image_id)
+        done.append(file)
     _write_coco(predictor.classes, done, results, output)
     return total
 
@@ -230,9 +229,8 @@ def predict_classes(predictor: ClassPredictor, files: Sequence[InputFile], outpu
         DataError: an image that cannot be decoded, unless it is dropped.
     """
     _make_folder(output)
-    with tqdm(total=len(files), desc="predicting", unit="img", leave=False, file=sys.stderr) as bar:
-        each = _predict_each(predictor, files, batch_size, on_bad, bar)
-        rows = [{"file_name": file.name, "found": found.best()} for file, found in each]
+    each = _predict_each(predictor, files, batch_size, on_bad)
+    rows = [{"file_name": file.name, "found": found.best()} for file, found in each]
     write_json(rows, output / "classes.json", indent=1)
     return len(rows)
 
@@ -246,18 +244,19 @@ def picture_names(names: Sequence[str]) -> dict[str, str]:
 
 
 def _predict_each(
-    predictor: Predictor, files: Sequence[InputFile], batch_size: int, on_bad: str, bar: tqdm
+    predictor: Predictor, files: Sequence[InputFile], batch_size: int, on_bad: str
 ) -> Iterator[tuple[InputFile, Any]]:
-    for start in range(0, len(files), batch_size):
-        read = []
-        for file in files[start : start + batch_size]:
-            try:
-                read.append((file, read_image(file.path)))
-            except DataError as error:
-                if on_bad == "error":
-                    raise DataError(f"{error}; --on-bad drop leaves it out") from error
-                bar.write(f"left out: {error}", file=sys.stderr)
-        found = predictor([image for _, image in read], batch_size=batch_size)
-        for (file, _), one in zip(read, found, strict=True):
-            yield file, one
-        bar.update(len(files[start : start + batch_size]))
+    with tqdm(total=len(files), desc="predicting", unit="img", leave=False, file=sys.stderr) as bar:
+        for start in range(0, len(files), batch_size):
+            read = []
+            for file in files[start : start + batch_size]:
+                try:
+                    read.append((file, read_image(file.path)))
+                except DataError as error:
+                    if on_bad == "error":
+                        raise DataError(f"{error}; --on-bad drop leaves it out") from error
+                    bar.write(f"left out: {error}", file=sys.stderr)
+            found = predictor([image for _, image in read], batch_size=batch_size)
+            for (file, _), one in zip(read, found, strict=True):
+                yield file, one
+            bar.update(len(files[start : start + batch_size]))

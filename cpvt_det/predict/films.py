@@ -97,7 +97,9 @@ class FilmReader:
                 time = frame.time if frame.time is not None and frame.time > last else last + step  # some frames have no time
                 last = time
                 if number % self.every == 0:
-                    yield Frame(number, time, _upright(frame))
+                    # Rotated as the film specifies, because phones may store films turned by 90 degrees.
+                    pixels = np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90))
+                    yield Frame(number, time, torch.from_numpy(pixels.transpose(2, 0, 1).copy()))  # (H, W, 3) -> (3, H, W)
         except av.FFmpegError as error:
             if number < 0:
                 raise DataError(f"{self.source}: no frame can be decoded ({first_line(error)})") from error
@@ -146,12 +148,6 @@ def _av() -> Any:
     except ImportError as error:
         raise BadInputError("films and cameras need PyAV: pip install 'cpvt-det[video]'") from error
     return av
-
-
-def _upright(frame: Any) -> Tensor:
-    """A frame's pixels, rotated as the film specifies, because phones may store films turned by 90 degrees."""
-    pixels = np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90))
-    return torch.from_numpy(pixels.transpose(2, 0, 1).copy())  # (H, W, 3) -> (3, H, W)
 
 
 class FilmWriter:

@@ -9,8 +9,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, overload
 
+import numpy as np
 import torch
-from torch import nn
+from PIL import Image
+from torch import Tensor, nn
 
 from cpvt_det.builders import build_postprocessor, build_test_mapper, build_tiling
 from cpvt_det.checkpoint.exported import ExportedModel, load_model
@@ -19,6 +21,7 @@ from cpvt_det.checkpoint.model_folder import save_model
 from cpvt_det.checkpoint.trained import Trained
 from cpvt_det.common.class_names import Classes
 from cpvt_det.common.errors import ConfigError, DataError, RunStoppedError, WeightsError
+from cpvt_det.data.images import read_image, read_pillow
 from cpvt_det.data.mapper import Mapper
 from cpvt_det.evaluation.answers import PostProcessor, detect
 from cpvt_det.evaluation.thresholds import DEFAULT_THRESHOLD, Thresholds
@@ -26,7 +29,8 @@ from cpvt_det.evaluation.tiles import Tiling, detect_tiles
 from cpvt_det.models import Classifier
 from cpvt_det.predict.detections import ImageDetections
 from cpvt_det.predict.films import FilmReader
-from cpvt_det.predict.inputs import ImageInput, read_input
+
+ImageInput = str | os.PathLike[str] | Image.Image | np.ndarray | Tensor
 
 
 class FoundFrame(NamedTuple):
@@ -111,14 +115,14 @@ class Predictor:
         Raises:
             ConfigError: a model of a different task, or keys that cannot be used.
         """
+        cfg = trained.cfg
         if isinstance(trained.detector, Classifier):
-            name = trained.cfg.MODEL.META_ARCHITECTURE
+            name = cfg.MODEL.META_ARCHITECTURE
             raise ConfigError(
                 f"MODEL.META_ARCHITECTURE {name!r} is not a detector; to classify images, use cpvt-det predict or ClassPredictor"
             )
-        parts = build_postprocessor(trained.cfg), build_test_mapper(trained.cfg)
-        more = trained.classes, trained.cfg.dump(), trained.thresholds, build_tiling(trained.cfg)
-        return cls(trained.detector, *parts, *more)
+        parts = trained.detector, build_postprocessor(cfg), build_test_mapper(cfg)
+        return cls(*parts, trained.classes, cfg.dump(), trained.thresholds, build_tiling(cfg))
 
     @classmethod
     def from_pretrained(
@@ -164,8 +168,8 @@ class Predictor:
         """Detect objects.
 
         Args:
-            images: a path, a PIL image, an array or a tensor, as :func:`cpvt_det.predict.inputs.read_input` takes them; or a list
-                or tuple of any of these, of any sizes.
+            images: a path, a PIL image, an array or a tensor, as :func:`read_input` takes them; or a list or tuple of any of these,
+                of any sizes.
             channels: order of the channels in arrays and tensors, "rgb" or "bgr"; required for colour arrays.
             batch_size: number of images of a list, or of tiles, per batch. An image has the same detections in any batch.
             tiles: tiles that larger images are cut into, or the side of a tile in pixels; 0 for no tiles, ``None`` for
@@ -180,13 +184,20 @@ class Predictor:
         """
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-        more = (self.tiling if tiles is None else _tiling_of(tiles)), batch_size
+        tiling = self.tiling if tiles is None else tiles or None
+        if tiling is not None and not isinstance(tiling, Tiling):
+            tiling = Tiling(tiling)
         if not isinstance(images, list | tuple):
-            return self._predict_batch([images], [read_input(images, channels)], *more)[0]
+            return self._predict_batch([images], [read_input(images, channels)], tiling, batch_size)[0]
         found: list[ImageDetections] = []
         for start in range(0, len(images), batch_size):
-            part = images[start : start + batch_size]
-            found += self._predict_batch(part, [_read(image, channels, start + n) for n, image in enumerate(part)], *more)
+            part, pixels = images[start : start + batch_size], []
+            for index, image in enumerate(part, start):
+                try:
+                    pixels.append(read_input(image, channels))
+                except DataError as error:
+                    raise DataError(f"images[{index}]: {error}") from error
+            found += self._predict_batch(part, pixels, tiling, batch_size)
         return found
 
     def stream(
@@ -262,7 +273,7 @@ class Predictor:
         return hub.push(repo_id, self.save, *loaded, license, picture, **options)
 
     def _predict_batch(
-        self, images: Sequence[ImageInput], pixels: list[torch.Tensor], tiling: Tiling | None, batch_size: int
+        self, images: Sequence[ImageInput], pixels: list[Tensor], tiling: Tiling | None, batch_size: int
     ) -> list[ImageDetections]:
         """The detections of one batch; pixels are (3, H, W) uint8 each."""
         samples = [
@@ -273,24 +284,67 @@ class Predictor:
             detected = detect(self.detector, self.postprocess, samples)
         else:
             detected = detect_tiles(self.detector, self.postprocess, samples, self.mapper.prepare, tiling, batch_size)
-        return [
-            ImageDetections(one.boxes_xyxy, one.scores, one.labels, self.classes, _source(image, read))
-            for one, image, read in zip(detected, images, pixels, strict=True)
-        ]
+        found = []
+        for one, image, read in zip(detected, images, pixels, strict=True):
+            # Of a file only the path, because the pixels of many images would fill the memory.
+            source = os.path.expanduser(image) if isinstance(image, str | os.PathLike) else read
+            found.append(ImageDetections(one.boxes_xyxy, one.scores, one.labels, self.classes, source))
+        return found
 
 
-def _tiling_of(tiles: Tiling | int) -> Tiling | None:
-    return Tiling(tiles) if tiles and not isinstance(tiles, Tiling) else tiles or None
+def read_input(image: ImageInput, channels: str | None = None) -> Tensor:
+    """Turn one image of any kind into (3, H, W) uint8 RGB, as :func:`cpvt_det.data.images.read_image` decodes it.
+
+    Args:
+        image: path of a file; a PIL image; a tensor (3, H, W) uint8; or an array (H, W), (H, W, 1), (H, W, 3) or (H, W, 4) of uint8
+            or uint16. Transparency is dropped, and from uint16 only the high byte is used.
+        channels: order of the channels in arrays and tensors, "rgb" or "bgr". Required for colour arrays; the default of tensors is
+            "rgb".
+
+    Returns:
+        (3, H, W) uint8, RGB, on the CPU.
+
+    Raises:
+        DataError: a file that cannot be read; arrays and tensors of an unsupported shape or dtype; a colour array without
+            ``channels``.
+    """
+    if channels not in (None, "rgb", "bgr"):
+        raise DataError(f"channels must be 'rgb' or 'bgr', got {channels!r}")
+    if isinstance(image, str | os.PathLike):
+        return read_image(os.path.expanduser(image))
+    if isinstance(image, Image.Image):
+        return read_pillow(image)
+    if isinstance(image, np.ndarray):
+        return _read_array(image, channels)
+    if isinstance(image, Tensor):
+        return _read_tensor(image, channels)
+    raise DataError(f"{type(image).__name__} is not an image; pass a path, a PIL image, an array, a tensor or a list of these")
 
 
-def _read(image: ImageInput, channels: str | None, index: int) -> torch.Tensor:
-    try:
-        return read_input(image, channels)
-    except DataError as error:
-        raise DataError(f"images[{index}]: {error}") from error
+def _read_array(array: np.ndarray, channels: str | None) -> Tensor:
+    if array.ndim == 2:
+        array = array[:, :, None]
+    if array.ndim != 3 or array.shape[2] not in (1, 3, 4) or 0 in array.shape:
+        advice = "; pass several images as a list" if array.ndim == 4 else ""
+        raise DataError(f"an array must be (H, W, 3), (H, W, 4) or (H, W), got {array.shape}{advice}")
+    if array.dtype not in (np.uint8, np.uint16):
+        raise DataError(
+            f"an array must be uint8 or uint16, got {array.dtype}; convert values in [0, 1] by (255 * x).round().astype('uint8')"
+        )
+    if array.shape[2] == 1:
+        array = array.repeat(3, axis=2)
+    elif channels is None:
+        raise DataError("an array does not tell the order of its channels: pass channels='rgb', or 'bgr' for images from OpenCV")
+    array = array[:, :, 2::-1] if channels == "bgr" else array[:, :, :3]
+    if array.dtype == np.uint16:
+        array = (array >> 8).astype(np.uint8)
+    return torch.from_numpy(array.copy()).permute(2, 0, 1).contiguous()  # (H, W, 3) -> (3, H, W)
 
 
-def _source(image: ImageInput, pixels: torch.Tensor) -> str | torch.Tensor:
-    """The source from which the image can be drawn later. For a file it is the path, because the pixels of many images would fill
-    the memory."""
-    return os.path.expanduser(image) if isinstance(image, str | os.PathLike) else pixels
+def _read_tensor(tensor: Tensor, channels: str | None) -> Tensor:
+    if tensor.ndim != 3 or tensor.shape[0] != 3 or 0 in tensor.shape:
+        advice = "; pass a batch as list(batch)" if tensor.ndim == 4 else ""
+        raise DataError(f"a tensor must be (3, H, W), got {tuple(tensor.shape)}{advice}")
+    if tensor.dtype != torch.uint8:
+        raise DataError(f"a tensor must be uint8, got {tensor.dtype}; convert values in [0, 1] by (255 * x).round().byte()")
+    return (tensor.flip(0) if channels == "bgr" else tensor).cpu()

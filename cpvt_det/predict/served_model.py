@@ -104,7 +104,8 @@ class ServedModel:
             raise BadInputError(f"query {query} does not exist; this model has queries 0 to {count - 1}")
         layers = range(len(record.layers["decoder"]))
         if record.is_dense:
-            return {"kind": "heat", "layers": [_heat(record, layer, query) for layer in layers]}
+            heats = [heat_map(record, look(record, "decoder", layer, [query])[0, :, 0].mean(0)) for layer in layers]
+            return {"kind": "heat", "layers": [{"rows": heat.round(3).tolist(), "corner": corner} for heat, corner in heats]}
         return {"kind": "points", "strides": record.strides, "layers": [_points(record, layer, query) for layer in layers]}
 
     @torch.no_grad()
@@ -130,22 +131,12 @@ def _read(content: bytes, name: str) -> Tensor:
     return read_image(name, content)
 
 
-def _heat(record: ForwardRecord, layer: int, query: int) -> Json:
-    weights = look(record, "decoder", layer, [query])
-    heat, corner = heat_map(record, weights[0, :, 0].mean(0))
-    return {"rows": heat.round(3).tolist(), "corner": corner}
-
-
 def _points(record: ForwardRecord, layer: int, query: int) -> Json:
     samples, references = look(record, "decoder", layer, [query])
     (height, width), (x, y) = record.canvas, record.scale
     canvas = torch.tensor([width * x, height * y])
     locations, weights = samples.locations[0, 0] * canvas, samples.weights[0, 0] / len(samples.weights[0, 0])
-    points = [
-        [*place, weight, level]
-        for head, head_weights in zip(locations.tolist(), weights.tolist(), strict=True)
-        for level, row in enumerate(zip(head, head_weights, strict=True))
-        for place, weight in zip(*row, strict=True)
-    ]
+    levels = torch.arange(len(record.strides), dtype=weights.dtype)[:, None].expand(weights.shape)
+    points = torch.stack((*locations.unbind(-1), weights, levels), dim=-1).flatten(0, 2)  # (M, L, P, 4) -> (M L P, 4)
     reference = references[0, 0, 0] * canvas.repeat(references.shape[-1] // 2)
-    return {"reference": reference.tolist(), "points": points}
+    return {"reference": reference.tolist(), "points": points.tolist()}

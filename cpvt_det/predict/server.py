@@ -13,7 +13,7 @@ import logging
 import socket
 import socketserver
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -21,7 +21,8 @@ from urllib.parse import parse_qs, urlsplit
 from cpvt_det.common.errors import BadInputError, first_line
 from cpvt_det.data.listing import readable
 from cpvt_det.predict.served_model import Json, ServedModel
-from cpvt_det.visualize.page import build_page, hex_color
+from cpvt_det.visualize.page import build_page
+from cpvt_det.visualize.pictures import hex_color
 
 logger = logging.getLogger("cpvt_det")
 MEGABYTE = 1_000_000
@@ -85,7 +86,15 @@ class PageServer(ThreadingHTTPServer):
     def show(self, models: Sequence[ServedModel]) -> None:
         """Set the models that the page shows side by side."""
         self.models = models
-        self.page = build_page("serve.html", _describe(models, self.max_upload)).encode()
+        described = []
+        for model in models:
+            predictor = model.predictor
+            classes = zip(predictor.classes.ids, predictor.classes.names, strict=True)
+            named = [{"id": key, "name": name, "color": hex_color(label)} for label, (key, name) in enumerate(classes)]
+            described.append({"name": model.name, "threshold": predictor.threshold, "classes": named})
+        levels = [hex_color(level) for level in range(MOST_LEVELS)]
+        data = {"models": described, "levels": levels, "maxUpload": self.max_upload, "suffixes": sorted(readable())}
+        self.page = build_page("serve.html", data).encode()
 
     def knows(self, host: str) -> bool:
         """Whether the page may be requested under this name or address."""
@@ -108,22 +117,38 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Send the page, the only thing that can be requested with GET."""
-        self._answer(self._get)
+        with self._errors_sent():
+            self._check_sender()
+            if urlsplit(self.path).path != "/":
+                raise RefusedError(404, "the only page is /")
+            self._send_bytes(200, "text/html; charset=utf-8", self.server.page)
 
     def do_POST(self) -> None:
         """Send, as JSON, the detections of an image or the places where a query looked in it."""
-        self._answer(self._post)
+        with self._errors_sent():
+            self._check_sender()
+            parts = urlsplit(self.path)
+            if parts.path not in ("/detect", "/look"):
+                raise RefusedError(404, "the only requests are /detect and /look")
+            content, asked = self._read_body(), parse_qs(parts.query)
+            model = self.server.models[_number(asked, "model", len(self.server.models))]
+            name = asked.get("name", ["the image"])[0]
+            if parts.path == "/look":
+                self._send(200, model.looks(content, name, _number(asked, "query")))
+            else:
+                self._send(200, _detections(model, content, name, "pixels" in asked))
 
     def log_message(self, text: str, *arguments: Any) -> None:
         """Log requests at the debug level only."""
         logger.debug(text, *arguments)
 
-    def _answer(self, method: Any) -> None:
+    @contextlib.contextmanager
+    def _errors_sent(self) -> Iterator[None]:
         try:
-            self._check_sender()
-            method()
+            yield
         except RefusedError as error:
-            self._refuse(error)
+            self.close_connection = True  # the request's body may not have been read
+            self._send(error.status, {"error": str(error)})
         except (ConnectionError, TimeoutError):
             self.close_connection = True
         except BadInputError as error:
@@ -131,25 +156,6 @@ class Handler(BaseHTTPRequestHandler):
         except Exception as error:
             logger.exception("A request failed")
             self._send(500, {"error": f"failed: {type(error).__name__}: {first_line(error)}"})
-
-    def _get(self) -> None:
-        if urlsplit(self.path).path != "/":
-            raise RefusedError(404, "the only page is /")
-        self._send_bytes(200, "text/html; charset=utf-8", self.server.page)
-
-    def _post(self) -> None:
-        parts = urlsplit(self.path)
-        if parts.path not in ("/detect", "/look"):
-            raise RefusedError(404, "the only requests are /detect and /look")
-        length, asked = self._check_body(), parse_qs(parts.query)
-        model = self.server.models[_number(asked, "model", len(self.server.models))]
-        name, content = asked.get("name", ["the image"])[0], self.rfile.read(length)
-        if len(content) < length:
-            raise RefusedError(400, f"{len(content)} of {length} bytes arrived")
-        if parts.path == "/look":
-            self._send(200, model.looks(content, name, _number(asked, "query")))
-        else:
-            self._send(200, _detections(model, content, name, "pixels" in asked))
 
     def _check_sender(self) -> None:
         """Refuse scripts of other sites, which can reach this machine through the user's browser."""
@@ -159,18 +165,17 @@ class Handler(BaseHTTPRequestHandler):
         if origin is not None and _host_of(origin) not in {host, *self.server.names}:
             raise RefusedError(403, "requests from other sites are refused")
 
-    def _check_body(self) -> int:
+    def _read_body(self) -> bytes:
         length = _whole(self.headers.get("Content-Length", ""))
         if length is None:
             raise RefusedError(411, "the length of the image is missing")
         if length > self.server.max_upload:
             size, most = length / MEGABYTE, self.server.max_upload / MEGABYTE
             raise RefusedError(413, f"{size:.1f} MB are too much: at most {most:g} MB are accepted (--max-upload)")
-        return length
-
-    def _refuse(self, error: RefusedError) -> None:
-        self.close_connection = True  # the request's body is not read
-        self._send(error.status, {"error": str(error)})
+        content = self.rfile.read(length)
+        if len(content) < length:
+            raise RefusedError(400, f"{len(content)} of {length} bytes arrived")
+        return content
 
     def _send(self, status: int, content: Json) -> None:
         self._send_bytes(status, "application/json", json.dumps(content, allow_nan=False).encode())
@@ -204,18 +209,6 @@ def _host_of(address: str) -> str:
     with contextlib.suppress(ValueError):  # raised for brackets that do not close
         return urlsplit(address).hostname or ""
     return ""
-
-
-def _describe(models: Sequence[ServedModel], max_upload: int) -> Json:
-    """The data of the page."""
-    described = []
-    for model in models:
-        predictor = model.predictor
-        classes = zip(predictor.classes.ids, predictor.classes.names, strict=True)
-        named = [{"id": key, "name": name, "color": hex_color(label)} for label, (key, name) in enumerate(classes)]
-        described.append({"name": model.name, "threshold": predictor.threshold, "classes": named})
-    levels = [hex_color(level) for level in range(MOST_LEVELS)]
-    return {"models": described, "levels": levels, "maxUpload": max_upload, "suffixes": sorted(readable())}
 
 
 def _detections(model: ServedModel, content: bytes, name: str, with_pixels: bool) -> Json:

@@ -9,14 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cpvt_det.visualize.figures import new_grid, save_figure, show_faded
-from cpvt_det.visualize.pictures import class_color
+from cpvt_det.visualize.figures import new_grid, save_figure
+from cpvt_det.visualize.pictures import hex_color
 from cpvt_det.visualize.recording import AttendedQuery, ForwardRecord, Point, Samples, attention_weights, sampling_points
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MARKER = "#00e5ff"
+MARGIN = 0.06  # white border around an image, as a share of its sides, for points outside the image
 LARGEST_POINT = 140.0  # area, in square points, of a sample that has the whole weight of its head
 
 
@@ -67,15 +68,21 @@ def _draw(
         seen = look(record, part, layer, [query.index for query in attended])
         for row, query in enumerate(attended):
             axes = panels[row, column]
-            show_faded(axes, record.image, record.original_size)
+            grey = record.image.float().mean(0).cpu().numpy()  # in the background, in pixels of the original image
+            axes.imshow(grey, extent=(0, width, height, 0), cmap="gray", vmin=-60, vmax=255, interpolation="bilinear")
+            axes.set(xlim=(-MARGIN * width, (1 + MARGIN) * width), ylim=((1 + MARGIN) * height, -MARGIN * height))
+            axes.spines[:].set_visible(False)
             note = paint(axes, record, seen, row, head)
-            _mark(axes, query)
+            if query.box is not None:
+                _outline(axes, query.box, "-")
+            elif query.point is not None:
+                axes.plot(*query.point, "o", color=MARKER, markersize=10, markeredgewidth=1.8, markerfacecolor="none")
             axes.set_title(f"{name}, {note}", fontsize=8)
             if column == 0:
                 axes.set_ylabel(query.name, fontsize=9)
     if not record.is_dense:
         for level, stride in enumerate(record.strides):
-            panels[0, 0].scatter([], [], 30, color=_level_color(level), label=f"level {level}, stride {stride}")
+            panels[0, 0].scatter([], [], 30, color=hex_color(level), label=f"level {level}, stride {stride}")
         wide = min(len(record.strides), 2 * len(columns))
         figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=wide, fontsize=8)
     save_figure(figure, path)
@@ -145,7 +152,7 @@ def _paint_samples(axes: "Axes", record: ForwardRecord, seen: tuple[Samples, Ten
     for level in range(locations.shape[1]):
         x, y = (locations[:, level].flatten(0, 1) * size).T.numpy()
         area = LARGEST_POINT * weights[:, level].flatten().numpy()
-        axes.scatter(x, y, area, color=_level_color(level), linewidths=0.3, edgecolors="white")
+        axes.scatter(x, y, area, color=hex_color(level), linewidths=0.3, edgecolors="white")
     reference = references[0, row, 0]
     x, y = (reference[:2] * size).tolist()
     axes.plot(x, y, "+", color=MARKER, markersize=9, markeredgewidth=1.8)
@@ -156,17 +163,6 @@ def _paint_samples(axes: "Axes", record: ForwardRecord, seen: tuple[Samples, Ten
     return "levels " + "/".join(f"{100 * share:.0f}" for share in shares.tolist()) + " %"
 
 
-def _mark(axes: "Axes", query: AttendedQuery) -> None:
-    if query.box is not None:
-        _outline(axes, query.box, "-")
-    elif query.point is not None:
-        axes.plot(*query.point, "o", color=MARKER, markersize=10, markeredgewidth=1.8, markerfacecolor="none")
-
-
 def _outline(axes: "Axes", box_xyxy: Sequence[float], style: str) -> None:
     x1, y1, x2, y2 = box_xyxy
     axes.plot([x1, x2, x2, x1, x1], [y1, y1, y2, y2, y1], style, color=MARKER, linewidth=1.4)
-
-
-def _level_color(level: int) -> tuple[float, ...]:
-    return tuple(value / 255 for value in class_color(level))

@@ -5,7 +5,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +13,6 @@ from cpvt_det.common.structures import Size
 from cpvt_det.visualize.figures import new_grid, save_figure
 from cpvt_det.visualize.position import NamedDetector, added_by
 from cpvt_det.visualize.recording import attention_layers, attention_weights, record_inputs
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-    from matplotlib.image import AxesImage
 
 
 @dataclass
@@ -51,7 +45,7 @@ class AttentionByPosition:
 
     def pairs(self) -> Tensor:
         """(H W, H W) float, the attention by query and key, in multiples of uniform attention."""
-        return self._flat() * math.prod(self.shape)
+        return self.weights.flatten(0, 1).flatten(1) * math.prod(self.shape)
 
     def on_itself(self) -> float:
         """The mean weight of a query's own cell, in multiples of uniform attention."""
@@ -59,15 +53,11 @@ class AttentionByPosition:
 
     def distance(self) -> float:
         """The mean distance from query to key, in cells."""
-        return (self._flat() * _distances(self.shape)).sum(1).mean().item()
+        return (self.weights.flatten(0, 1).flatten(1) * _distances(self.shape)).sum(1).mean().item()
 
     def even_distance(self) -> float:
         """The value that :meth:`distance` would have if all weights were equal."""
         return _distances(self.shape).mean().item()
-
-    def _flat(self) -> Tensor:
-        cells = math.prod(self.shape)
-        return self.weights.reshape(cells, cells)
 
 
 def _distances(shape: Size) -> Tensor:
@@ -153,12 +143,14 @@ def draw_found(found: Sequence[tuple[str, AttentionByPosition]], title: str, pat
         pairs = attention.pairs()
         square.set_title(f"{name}\nlayer {attention.layer}, itself {attention.on_itself():.2f} x", fontsize=8)
         low, high = common_range(pairs)
-        _with_scale(figure, square, square.imshow(pairs.numpy(), vmin=low, vmax=high, cmap="viridis", interpolation="antialiased"))
+        square.imshow(pairs.numpy(), vmin=low, vmax=high, cmap="viridis", interpolation="antialiased")
         height, width = attention.shape
         y, x = height // 2, width // 2  # large offsets have few pairs
         near = attention.by_offset()[height - 1 - y : height + y, width - 1 - x : width + x] * height * width
         extent = (-x - 0.5, x + 0.5, y + 0.5, -y - 0.5)
-        _with_scale(figure, offset, offset.imshow(near.numpy(), extent=extent, cmap="viridis"))
+        offset.imshow(near.numpy(), extent=extent, cmap="viridis")
+        for axes in (square, offset):
+            figure.colorbar(axes.images[0], ax=axes, fraction=0.045, pad=0.02).ax.tick_params(labelsize=7)
         offset.set(xticks=[-x, 0, x], yticks=[-y, 0, y])
     height, width = found[0][1].shape
     panels[0, 0].set_ylabel(f"query (row), key (column),\nof {height} x {width} cells", fontsize=8)
@@ -170,7 +162,3 @@ def common_range(values: Tensor) -> tuple[float, float]:
     """The range without a few extreme values, which would leave little contrast for the rest."""
     some = values.flatten()[:: 1 + values.numel() // 10**6]  # torch computes quantiles of a limited number of values
     return tuple(torch.quantile(some, torch.tensor([0.001, 0.999])).tolist())
-
-
-def _with_scale(figure: "Figure", axes: "Axes", drawn: "AxesImage") -> None:
-    figure.colorbar(drawn, ax=axes, fraction=0.045, pad=0.02).ax.tick_params(labelsize=7)

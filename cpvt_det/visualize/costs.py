@@ -11,7 +11,7 @@ import contextlib
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,8 +100,20 @@ def count_costs(detector: nn.Module, images: Tensor, padding_mask: Tensor, parts
         costs.multiply_adds[running[-1]] += multiply_adds
         costs.activations[running[-1]] += activations
 
+    def count_samples(attention: DeformableAttention, args: tuple[Any, ...]) -> None:
+        _, levels, points = attention.samples
+        outputs = args[0].numel()  # (B, Q, C), the shape of the op's output
+        book(SAMPLE_COST * outputs * levels * points, outputs)
+
     products = _Products(book)
-    with torch.no_grad(), _followed(detector, parts, running), _sampling_counted(detector, book), products, _Attention(products):
+    with torch.no_grad(), contextlib.ExitStack() as hooks, products, _Attention(products):
+        for name, module in detector.named_modules():
+            part = part_of(name, parts)
+            if part != REST:
+                hooks.enter_context(module.register_forward_pre_hook(lambda _, args, part=part: running.append(part)))
+                hooks.enter_context(module.register_forward_hook(lambda _, args, out: running.pop() and None))
+            if isinstance(module, DeformableAttention):
+                hooks.enter_context(module.register_forward_pre_hook(count_samples))
         detector(images, padding_mask)
     return costs
 
@@ -138,47 +150,18 @@ class _Attention(TorchFunctionMode):
         self._products = products
 
     def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
         if function is not F.scaled_dot_product_attention:
-            return function(*args, **(kwargs or {}))
-        query, key = _query_and_key(*args, **(kwargs or {}))
+            return function(*args, **kwargs)
+        given = kwargs | dict(zip(("query", "key"), args, strict=False))
         self._products.is_paused = True
         try:
-            out = function(*args, **(kwargs or {}))
+            out = function(*args, **kwargs)
         finally:
             self._products.is_paused = False
-        scores = out.shape[:-1].numel() * key.shape[-2]  # (B, M, Q, N)
-        self._products.book(scores * (query.shape[-1] + out.shape[-1]), out.numel())
+        scores = out.shape[:-1].numel() * given["key"].shape[-2]  # (B, M, Q, N)
+        self._products.book(scores * (given["query"].shape[-1] + out.shape[-1]), out.numel())
         return out
-
-
-def _query_and_key(query: Tensor, key: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-    return query, key
-
-
-@contextlib.contextmanager
-def _followed(detector: nn.Module, parts: Mapping[str, Sequence[str]], running: list[str]) -> Iterator[None]:
-    """Within the block, the last entry of ``running`` is the part that is running."""
-    with contextlib.ExitStack() as hooks:
-        for name, module in detector.named_modules():
-            part = part_of(name, parts)
-            if part != REST:
-                hooks.enter_context(module.register_forward_pre_hook(lambda _, args, part=part: running.append(part)))
-                hooks.enter_context(module.register_forward_hook(lambda _, args, out: running.pop() and None))
-        yield
-
-
-@contextlib.contextmanager
-def _sampling_counted(detector: nn.Module, book: Callable[[int, int], None]) -> Iterator[None]:
-    def count(attention: DeformableAttention, args: tuple[Any, ...]) -> None:
-        _, levels, points = attention.samples
-        outputs = args[0].numel()  # (B, Q, C), the shape of the op's output
-        book(SAMPLE_COST * outputs * levels * points, outputs)
-
-    with contextlib.ExitStack() as hooks:
-        for module in detector.modules():
-            if isinstance(module, DeformableAttention):
-                hooks.enter_context(module.register_forward_pre_hook(count))
-        yield
 
 
 def measure(detector: nn.Module, images: Tensor, padding_mask: Tensor) -> tuple[float, int]:
@@ -194,34 +177,27 @@ def measure(detector: nn.Module, images: Tensor, padding_mask: Tensor) -> tuple[
     """
 
     @torch.no_grad()
-    def call() -> Any:
-        return detector(images, padding_mask)
+    def call() -> None:
+        detector(images, padding_mask)
+        if images.is_cuda:
+            torch.cuda.synchronize()
 
     call()
-    took = _peak_on_gpu(call) if images.is_cuda else _peak_of_process(call)
+    if images.is_cuda:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        took = torch.cuda.max_memory_allocated() - before
+    else:
+        gc.collect()
+        trim_heap()
+        reset_peak()
+        before = resident()
+        call()
+        took = max(0, peak() - before)
     seconds: list[float] = []
     while sum(seconds) < MIN_SECONDS or len(seconds) < MIN_CALLS:
         start = time.perf_counter()
         call()
-        if images.is_cuda:
-            torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds), took
-
-
-def _peak_on_gpu(call: Callable[[], Any]) -> int:
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    call()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
-def _peak_of_process(call: Callable[[], Any]) -> int:
-    gc.collect()
-    trim_heap()
-    reset_peak()
-    before = resident()
-    call()
-    return max(0, peak() - before)

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 Records = dict[int, dict[str, float]]
 """Iteration -> name -> number, for one run."""
-Points = tuple[list[int], list[float]]
-"""Iterations and values."""
 
 logger = logging.getLogger(__name__)
 
@@ -83,14 +81,20 @@ def read_metrics(metrics_json: str | os.PathLike[str]) -> Records:
     records: Records = {}
     skipped = 0
     for line in filter(str.strip, lines):
-        record = _parse_line(line)
-        if record is None:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if not isinstance(record, dict) or not isinstance(record.get("iteration"), int):
             skipped += 1
             continue
         iteration = int(record.pop("iteration"))
         if records and iteration < next(reversed(records)):
             records = {earlier: values for earlier, values in records.items() if earlier < iteration}
-        records.setdefault(iteration, {}).update(record)
+        numbers = records.setdefault(iteration, {})
+        for key, value in record.items():
+            if value is None or isinstance(value, int | float):
+                numbers[key] = math.nan if value is None or math.isinf(value) else value
     if not records:
         raise DataError(f"no line of {os.fspath(metrics_json)!r} is a JSON object with an iteration; is it a run's metrics.json?")
     if skipped:
@@ -110,17 +114,6 @@ def main_figures(records: Records) -> list[list[str]]:
         if group and "-" not in name:
             groups.setdefault(group, []).append(key)
     return [sorted(names)[:2] for names in groups.values()]
-
-
-def _parse_line(line: str) -> dict[str, float] | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    if not isinstance(record, dict) or not isinstance(record.get("iteration"), int):
-        return None
-    numbers = {key: value for key, value in record.items() if value is None or isinstance(value, int | float)}
-    return {key: math.nan if value is None or math.isinf(value) else value for key, value in numbers.items()}
 
 
 def _draw_lines(axes: "Axes", title: str, records: Records, keys: Iterable[str], marker: str | None = None) -> None:
@@ -197,18 +190,16 @@ def comparison_table(runs: dict[str, Records]) -> str:
     metrics (AP and AP50)."""
     main, second = (name.rpartition("/")[2] for name in _main_figures(next(iter(runs.values()))))
     headers = ("run", "iterations", "last loss", f"best {main}", "at iteration", f"last {main}", f"last {second}")
-    rows = [[name, *_figures_of(records)] for name, records in runs.items()]
+    rows = []
+    for run, records in runs.items():
+        names = _main_figures(records)
+        iterations, values = _series(records, names[0])
+        known = [(value, -iteration) for iteration, value in zip(iterations, values, strict=True) if math.isfinite(value)]
+        best, when = max(known, default=(math.nan, 0))  # the first of equal figures
+        loss, *last = ([math.nan, *_series(records, name)[1]][-1] for name in ("total_loss", *names))
+        found = [_text(loss, 4), _text(best, 2), str(-when) if known else "n/a", *(_text(value, 2) for value in last)]
+        rows.append([run, str(max(records) + 1), *found])
     return tabulate(rows, headers, tablefmt="pipe", colalign=["left", *["right"] * 6], disable_numparse=True)
-
-
-def _figures_of(records: Records) -> list[str]:
-    key, second = _main_figures(records)
-    iterations, precision = _series(records, key)
-    known = [(value, -iteration) for iteration, value in zip(iterations, precision, strict=True) if math.isfinite(value)]
-    best, when = max(known, default=(math.nan, 0))  # the first of equal figures
-    last = [[math.nan, *_series(records, name)[1]][-1] for name in ("total_loss", key, second)]
-    found = [_text(last[0], 4), _text(best, 2), str(-when) if known else "n/a", _text(last[1], 2), _text(last[2], 2)]
-    return [str(max(records) + 1), *found]
 
 
 def _main_figures(records: Records) -> list[str]:
@@ -216,7 +207,8 @@ def _main_figures(records: Records) -> list[str]:
     return [*next(iter(main_figures(records)), []), "AP", "AP50"][:2]
 
 
-def _series(records: Records, key: str) -> Points:
+def _series(records: Records, key: str) -> tuple[list[int], list[float]]:
+    """Iterations and values."""
     points = [(iteration, record[key]) for iteration, record in records.items() if key in record]
     return [iteration for iteration, _ in points], [value for _, value in points]
 

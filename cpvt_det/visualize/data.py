@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pictures of a detector's input: batches as the loaders return them, with their padding and boxes."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from cpvt_det.common.boxes import cxcywh_to_xyxy
@@ -44,17 +45,13 @@ def draw_batches(
     Raises:
         BadInputError: a path that cannot be written to.
     """
-    panels: list[Tensor] = []
-    for number, samples in enumerate(batches):
-        batch = detector.preprocess([sample["image"] for sample in samples])
-        wanted = count - len(panels)
-        canvases = _as_seen(detector, batch.images[:wanted], batch.padding_mask[:wanted])
-        for canvas, sample, (height, width) in zip(canvases, samples, batch.image_sizes, strict=False):
+    panels: list[Image.Image] = []
+    for number, (samples, canvases) in enumerate(_first_images(batches, detector, count)):
+        for canvas, sample in zip(canvases, samples, strict=False):
+            height, width = sample["image"].shape[1:]
             fed = f"{width} x {height} of {sample['width']} x {sample['height']}"
             title = f"batch {number}, image {sample['image_id']}: {fed}, on {canvas.shape[2]} x {canvas.shape[1]}"
             panels.append(draw_panel(canvas, _objects(sample, records), classes.names, title))
-        if len(panels) >= count:
-            break
     _save(panels, path)
     return len(panels)
 
@@ -76,13 +73,10 @@ def draw_denoising(
     Raises:
         BadInputError: a path that cannot be written to.
     """
-    panels: list[Tensor] = []
-    for number, samples in enumerate(batches):
-        batch = detector.preprocess([sample["image"] for sample in samples])
+    panels: list[Image.Image] = []
+    for number, (samples, canvases) in enumerate(_first_images(batches, detector, count)):
         groups = denoising.count([sample["targets"] for sample in samples])[0]
         objects, labels, boxes = denoising.draw_noise([sample["targets"] for sample in samples])
-        wanted = min(len(samples), count - len(panels) // 3)
-        canvases = _as_seen(detector, batch.images[:wanted], batch.padding_mask[:wanted])
         for image, (canvas, sample) in enumerate(zip(canvases, samples, strict=False)):
             title = f"batch {number}, image {sample['image_id']}"
             panels.append(draw_panel(canvas, _objects(sample, {}), classes.names, f"{title}: objects"))
@@ -91,25 +85,29 @@ def draw_denoising(
                 noised = Targets(labels[image, 0, kind, own], boxes[image, 0, kind, own])
                 drawn = _objects({**sample, "targets": noised}, {})
                 panels.append(draw_panel(canvas, drawn, classes.names, f"{name} of group 1 of {groups}"))
-        if len(panels) >= 3 * count:
-            break
     _save(panels, path, columns=3)
     return len(panels) // 3
 
 
-def _save(panels: list[Tensor], path: Path, columns: int = COLUMNS) -> None:
+def _save(panels: list[Image.Image], path: Path, columns: int = COLUMNS) -> None:
     try:
         save_contact_sheet(panels, path, columns)
     except OSError as error:
         raise BadInputError(f"cannot write {path}: {error.strerror}; give another --output") from error
 
 
-def _as_seen(detector: nn.Module, images: Tensor, padding_mask: Tensor) -> Tensor:
-    """Turn (B, 3, H, W) normalised images into uint8 pixels, with stripes on the padding."""
-    pixels = (images * detector.pixel_std + detector.pixel_mean).round().clamp(0, 255).byte().cpu()
-    rows, columns = (torch.arange(side) for side in images.shape[2:])
-    stripes = torch.where((rows[:, None] + columns) // STRIPE % 2 == 0, 235, 205).byte()
-    return torch.where(padding_mask[:, None].cpu(), stripes, pixels)
+def _first_images(batches: Iterable[list[Sample]], detector: nn.Module, count: int) -> Iterator[tuple[list[Sample], Tensor]]:
+    """Batches until they have ``count`` images: all samples of a batch, and its images that are still wanted, (n, 3, H, W) uint8
+    as the detector receives them, with stripes on the padding."""
+    for samples in batches:
+        batch = detector.preprocess([sample["image"] for sample in samples])
+        pixels = (batch.images[:count] * detector.pixel_std + detector.pixel_mean).round().clamp(0, 255).byte().cpu()
+        rows, columns = (torch.arange(side) for side in pixels.shape[2:])
+        stripes = torch.where((rows[:, None] + columns) // STRIPE % 2 == 0, 235, 205).byte()
+        yield samples, torch.where(batch.padding_mask[:count, None].cpu(), stripes, pixels)
+        count -= len(pixels)
+        if count <= 0:
+            break
 
 
 def _objects(sample: Sample, records: Mapping[int, ImageRecord]) -> Detections:

@@ -11,13 +11,7 @@ from cpvt_det.visualize.fonts import families
 
 if TYPE_CHECKING:
     import numpy as np
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from torch import Tensor
-
-    from cpvt_det.common.structures import Size
-
-MARGIN = 0.06  # white border around an image, as a share of its sides, for points outside the image
 
 
 def new_figure(width: float, height: float) -> "Figure":
@@ -72,19 +66,3 @@ def new_grid(rows: int, columns: int, panel: tuple[float, float], title: str) ->
     for axes in panels.flat:
         axes.set(xticks=[], yticks=[])
     return figure, panels
-
-
-def show_faded(axes: "Axes", image: "Tensor", size: "Size") -> None:
-    """Show an image in faded grey, as a background to draw on.
-
-    Args:
-        axes: panel to draw in; its units become pixels of the original image.
-        image: (3, h, w) uint8, the resized image.
-        size: (h, w) of the original image.
-    """
-    height, width = size
-    grey = image.float().mean(0).cpu().numpy()
-    axes.imshow(grey, extent=(0, width, height, 0), cmap="gray", vmin=-60, vmax=255, interpolation="bilinear")
-    axes.set_xlim(-MARGIN * width, (1 + MARGIN) * width)
-    axes.set_ylim((1 + MARGIN) * height, -MARGIN * height)
-    axes.spines[:].set_visible(False)

@@ -9,11 +9,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from PIL import Image
 from torch import Tensor
-
-from cpvt_det.visualize.pictures import class_color
+from torchvision.transforms.functional import to_pil_image
 
 FOLDER = Path(__file__).parent / "pages"
 LONGEST_SIDE = 960  # pixels of an embedded image
@@ -36,7 +34,7 @@ def build_page(name: str, data: Any) -> str:
     Raises:
         ValueError: NaN or an infinite number.
     """
-    page = (FOLDER / name).read_text(encoding="utf-8")
+    page = _read(name)
     page = re.sub(r'<link rel="stylesheet" href="(\S+?)">', lambda link: f"<style>\n{_read(link[1])}</style>", page)
     page = re.sub(r'<script src="(\S+?)"></script>', lambda link: f"<script>\n{_read(link[1])}</script>", page)
     # Without any "<", no tag or comment in a name can end the script.
@@ -52,27 +50,17 @@ def embed_image(image: Tensor, budget: float = math.inf) -> str:
         image: (3, H, W) uint8, RGB.
         budget: largest number of characters; an image with a long side of 64 pixels is embedded even if it exceeds the budget.
     """
-    picture = Image.fromarray(np.ascontiguousarray(image.permute(1, 2, 0).numpy()))  # (3, H, W) -> (H, W, 3)
-    side = min(max(picture.size), LONGEST_SIDE)
+    picture = to_pil_image(image)
+    longest = max(picture.size)
+    side = min(longest, LONGEST_SIDE)
     while True:
-        uri = _jpeg_uri(picture, side)
+        file = io.BytesIO()
+        size = [max(1, round(side / longest * length)) for length in picture.size]
+        picture.resize(size, Image.Resampling.LANCZOS).save(file, "JPEG", quality=QUALITY)
+        uri = f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
         if len(uri) <= budget or side <= SMALLEST_SIDE:
             return uri
         side = max(SMALLEST_SIDE, min(side - 1, int(0.95 * side * math.sqrt(budget / len(uri)))))
-
-
-def hex_color(label: int) -> str:
-    """The colour of a class, the same as in pictures, in CSS."""
-    return "#{:02x}{:02x}{:02x}".format(*class_color(label))
-
-
-def _jpeg_uri(picture: Image.Image, side: int) -> str:
-    scale = side / max(picture.size)
-    if scale < 1:
-        picture = picture.resize([max(1, round(scale * length)) for length in picture.size], Image.Resampling.LANCZOS)
-    file = io.BytesIO()
-    picture.save(file, "JPEG", quality=QUALITY)
-    return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def _read(name: str) -> str:

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from PIL import Image, ImageDraw
 from torch import Tensor
+from torchvision.transforms.functional import to_pil_image
 
 from cpvt_det.common.structures import Detections, Size
 from cpvt_det.visualize.fonts import Text, load_font
@@ -47,22 +47,33 @@ def class_color(label: int) -> Color:
     return round(255 * red), round(255 * green), round(255 * blue)
 
 
-def draw_panel(image: Tensor, objects: Detections, class_names: Sequence[str], title: str) -> Tensor:
-    """Draw an image with the names of its objects, under a title; it is enlarged as in :func:`draw_comparison`.
+def hex_color(label: int) -> str:
+    """The colour of a class as text, for CSS and matplotlib."""
+    return "#{:02x}{:02x}{:02x}".format(*class_color(label))
+
+
+def draw_panel(
+    image: Tensor, objects: Detections, class_names: Sequence[str], title: str, scored: bool = False, height: int | None = None
+) -> Image.Image:
+    """Draw an image with the names of its objects, under a title.
 
     Args:
         image: (3, H, W) uint8, RGB.
-        objects: boxes in pixels of ``image``; their scores are not written.
+        objects: boxes in pixels of ``image``.
         class_names: the name of each class.
         title: text above the image.
-
-    Returns:
-        (3, H', W') uint8.
+        scored, height: as in :func:`draw_objects`.
 
     Raises:
-        ValueError: a box that is not finite, or a label without a name.
+        TypeError, ValueError: as in :func:`draw_comparison`.
     """
-    return _to_tensor(_draw_panel(image, objects, class_names, title, scored=False))
+    picture = draw_objects(image, objects, class_names, scored, title, height)
+    size = max(16, min(picture.size) // 30)
+    strip, (ascent, descent) = round(1.6 * size), load_font(None, size).getmetrics()
+    canvas = Image.new("RGB", (picture.width, picture.height + strip), "white")
+    canvas.paste(picture, (0, strip))
+    Text(title, size).draw(ImageDraw.Draw(canvas), 4, (strip + ascent - descent) // 2, "black")
+    return canvas
 
 
 def draw_comparison(
@@ -72,7 +83,7 @@ def draw_comparison(
     class_names: Sequence[str],
     score_threshold: float,
     height: int | None = None,
-) -> Tensor:
+) -> Image.Image:
     """Draw an image twice, side by side: once with its detections and once with its ground truth.
 
     If no detection passes the threshold, the best three are drawn and the title says so. For an image without objects, no
@@ -88,7 +99,7 @@ def draw_comparison(
         height: height that the image is resized to, instead of being enlarged.
 
     Returns:
-        (3, H', W') uint8, the panels on white, each below its title.
+        The panels on white, each below its title.
 
     Raises:
         TypeError: an image that is not uint8.
@@ -102,11 +113,11 @@ def draw_comparison(
         keep = detections.scores.argsort(descending=True)[:FEW]
         title = f"best {len(keep)} detections (none with score >= {score_threshold:.3g})"
     detections = Detections(detections.boxes_xyxy[keep], detections.scores[keep], detections.labels[keep])
-    panels = [_draw_panel(image, detections, class_names, title, scored=True, height=height)]
+    panels = [draw_panel(image, detections, class_names, title, scored=True, height=height)]
     if truth is not None:
         title = f"ground truth ({len(truth.labels)})"
-        panels.append(_draw_panel(image, truth.cpu(), class_names, title, scored=False, height=height))
-    return _to_tensor(_arrange(panels, columns=2))
+        panels.append(draw_panel(image, truth.cpu(), class_names, title, height=height))
+    return _arrange(panels, columns=2)
 
 
 def draw_objects(
@@ -135,11 +146,11 @@ def draw_objects(
     _check(image, objects, class_names, what)
     if height is None:
         scale: float = max(1, min(-(-MIN_SIDE // min(image.shape[1:])), MAX_SIDE // max(image.shape[1:])))
-        picture = _to_picture(image.cpu().repeat_interleave(scale, 1).repeat_interleave(scale, 2))
+        picture = to_pil_image(image.cpu().repeat_interleave(scale, 1).repeat_interleave(scale, 2))
         font_size = max(14, min(picture.size) // 36)
     else:
         scale = height / image.shape[1]
-        picture = _to_picture(image).resize((max(1, round(image.shape[2] * scale)), height), Image.Resampling.LANCZOS)
+        picture = to_pil_image(image.cpu()).resize((max(1, round(image.shape[2] * scale)), height), Image.Resampling.LANCZOS)
         font_size = max(15, height // 30)
     line = max(2, min(picture.size) // 200)
     boxes = [_corners(box, scale, picture.size) for box in objects.boxes_xyxy.tolist()]
@@ -180,9 +191,8 @@ def save_comparisons(
     rows, left = [], iter(compared)
     for count, height in sheet_rows([tuple(one.image.shape[1:]) for one in compared]):
         panels = [draw_comparison(*one, class_names, score_threshold, height) for one in itertools.islice(left, count)]
-        rows.append(_arrange([_to_picture(panel) for panel in panels], count))
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    _arrange(rows, columns=1).save(path, format="PNG")
+        rows.append(_arrange(panels, count))
+    save_contact_sheet(rows, path, columns=1)
 
 
 def sheet_rows(sizes: Sequence[Size]) -> list[tuple[int, int]]:
@@ -205,39 +215,30 @@ def sheet_rows(sizes: Sequence[Size]) -> list[tuple[int, int]]:
     return rows
 
 
-def save_contact_sheet(panels: Sequence[Tensor], path: str | os.PathLike[str], columns: int = 2) -> None:
-    """Write pictures of any sizes, row by row on white, as one PNG.
+def save_contact_sheet(pictures: Sequence[Image.Image], path: str | os.PathLike[str], columns: int = 2) -> None:
+    """Write pictures, row by row on white, as one PNG.
 
     Args:
-        panels: pictures, (3, h, w) uint8 each.
+        pictures: pictures of any sizes.
         path: path of the PNG; missing folders are created.
         columns: number of pictures per row.
 
     Raises:
         ValueError: no pictures, or fewer than one column.
     """
-    if not panels or columns < 1:
-        raise ValueError(f"expected at least one picture and one column, got {len(panels)} and {columns}")
-    sheet = _arrange([_to_picture(panel) for panel in panels], columns)
+    if not pictures or columns < 1:
+        raise ValueError(f"expected at least one picture and one column, got {len(pictures)} and {columns}")
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    sheet.save(path, format="PNG")
-
-
-def _draw_panel(
-    image: Tensor, objects: Detections, names: Sequence[str], title: str, scored: bool, height: int | None = None
-) -> Image.Image:
-    return _with_title(draw_objects(image, objects, names, scored, title, height), title)
-
-
-def _pixels(low: float, high: float, scale: float, side: int) -> tuple[int, int]:
-    """First and last pixel of an interval in an enlarged image of ``side`` pixels. The result lies inside the image and is never
-    empty."""
-    first = min(max(math.floor(low * scale), 0), side - 1)
-    return first, min(max(math.ceil(high * scale) - 1, first), side - 1)
+    _arrange(pictures, columns).save(path, format="PNG")
 
 
 def _corners(box_xyxy: list[float], scale: float, size: tuple[int, int]) -> Corners:
-    (left, right), (top, bottom) = (_pixels(box_xyxy[i], box_xyxy[i + 2], scale, size[i]) for i in (0, 1))
+    """First and last pixels of a box in an enlarged image. They lie inside the image, and the box is never empty."""
+    ends = []
+    for low, high, side in zip(box_xyxy[:2], box_xyxy[2:], size, strict=True):
+        first = min(max(math.floor(low * scale), 0), side - 1)
+        ends.append((first, min(max(math.ceil(high * scale) - 1, first), side - 1)))
+    (left, right), (top, bottom) = ends
     return left, top, right, bottom
 
 
@@ -263,15 +264,6 @@ def _overlap(one: Corners, other: Corners) -> bool:
     return one[0] <= other[2] and other[0] <= one[2] and one[1] <= other[3] and other[1] <= one[3]
 
 
-def _with_title(picture: Image.Image, title: str) -> Image.Image:
-    size = max(16, min(picture.size) // 30)
-    strip, (ascent, descent) = round(1.6 * size), load_font(None, size).getmetrics()
-    canvas = Image.new("RGB", (picture.width, picture.height + strip), "white")
-    canvas.paste(picture, (0, strip))
-    Text(title, size).draw(ImageDraw.Draw(canvas), 4, (strip + ascent - descent) // 2, "black")
-    return canvas
-
-
 def _arrange(pictures: Sequence[Image.Image], columns: int) -> Image.Image:
     """Arrange pictures row by row on white; a column is as wide as its widest picture, and a row as high as its highest."""
     columns = min(columns, len(pictures))
@@ -283,11 +275,3 @@ def _arrange(pictures: Sequence[Image.Image], columns: int) -> Image.Image:
         for j, picture in enumerate(row):
             sheet.paste(picture, (sum(widths[:j]) + GAP * j, sum(heights[:i]) + GAP * i))
     return sheet
-
-
-def _to_picture(image: Tensor) -> Image.Image:
-    return Image.fromarray(image.permute(1, 2, 0).contiguous().cpu().numpy())  # (3, H, W) -> (H, W, 3)
-
-
-def _to_tensor(picture: Image.Image) -> Tensor:
-    return torch.from_numpy(np.array(picture)).permute(2, 0, 1).contiguous()  # (H, W, 3) -> (3, H, W)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torchvision.transforms.v2 import functional as TF
+from torchvision.utils import make_grid
 
 from cpvt_det.common.structures import Size, level_padding_mask
 from cpvt_det.data.images import read_image
@@ -196,7 +197,9 @@ def draw_kernels(models: Sequence[NamedDetector], path: Path) -> Path | None:
     for (name, peg), (mosaic, mean) in zip(pegs, panels, strict=True):
         kernels = peg.depthwise.weight.detach()[:, 0].float().cpu()
         bound = kernels.abs().max().item() or 1.0
-        drawn = mosaic.imshow(_mosaic(kernels), cmap=DIVERGING, vmin=-bound, vmax=bound, interpolation="nearest")
+        columns = math.ceil(math.sqrt(len(kernels)))
+        grid = make_grid(kernels[:, None], columns, padding=1, pad_value=math.nan)[0, 1:-1, 1:-1]  # NaN between kernels
+        drawn = mosaic.imshow(grid.numpy(), cmap=DIVERGING, vmin=-bound, vmax=bound, interpolation="nearest")
         figure.colorbar(drawn, ax=mosaic, fraction=0.04)
         mosaic.set_ylabel(name, fontsize=8)
         mosaic.set_facecolor("0.6")
@@ -217,13 +220,3 @@ def _place(name: str) -> str:
     stacked = "".join(f", number {place}" for place in name.split(".")[3:])
     where = {"": "to queries and keys", "before": "before the first layer"}.get("".join(layer), f"after layer {''.join(layer)}")
     return f"{where}, level {level}{stacked}"
-
-
-def _mosaic(kernels: Tensor) -> np.ndarray:
-    """Arrange (C, k, k) kernels in a nearly square mosaic, with one cell of NaN between kernels."""
-    count, side = len(kernels), kernels.shape[-1]
-    columns = math.ceil(math.sqrt(count))
-    rows = -(-count // columns)
-    canvas = torch.full((rows, columns, side + 1, side + 1), math.nan)
-    canvas.view(-1, side + 1, side + 1)[:count, :side, :side] = kernels
-    return canvas.permute(0, 2, 1, 3).reshape(rows * (side + 1), columns * (side + 1))[:-1, :-1].numpy()

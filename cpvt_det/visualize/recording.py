@@ -8,9 +8,8 @@ are computed from the layers' inputs.
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,32 +27,21 @@ Point = tuple[float, float]
 LEAST_SCORE = 0.05  # lowest score of a recorded detection; the best one is always recorded
 
 
-def record_inputs(modules: Mapping[str, nn.Module]) -> contextlib.AbstractContextManager[dict[str, tuple[Any, ...]]]:
+@contextlib.contextmanager
+def record_inputs(modules: Mapping[Any, nn.Module]) -> Iterator[dict[Any, tuple[Any, ...]]]:
     """Within the block, record the arguments with which modules are called.
 
     Args:
         modules: name -> module.
 
-    Returns:
-        A context that returns a dict: name -> positional arguments of the module's last call. A module has no entry before its
-        first call.
+    Yields:
+        A dict: name -> positional arguments of the module's last call. A module has no entry before its first call.
     """
-    return _record(modules, lambda module, keep: module.register_forward_pre_hook(lambda _, args: keep(args)))
-
-
-def record_outputs(modules: Mapping[str, nn.Module]) -> contextlib.AbstractContextManager[dict[str, Any]]:
-    """Within the block, record the outputs of modules; arguments and result as in :func:`record_inputs`."""
-    return _record(modules, lambda module, keep: module.register_forward_hook(lambda _, args, out: keep(out)))
-
-
-@contextlib.contextmanager
-def _record(modules: Mapping[str, nn.Module], hook: Callable[..., Any]) -> Iterator[dict[str, Any]]:
-    """Record modules with ``hook(module, keep)``, which makes a module call ``keep`` with the values to record."""
-    kept: dict[str, Any] = {}
+    inputs: dict[Any, tuple[Any, ...]] = {}
     with contextlib.ExitStack() as hooks:
         for name, module in modules.items():
-            hooks.enter_context(hook(module, partial(kept.__setitem__, name)))
-        yield kept
+            hooks.enter_context(module.register_forward_pre_hook(lambda _, args, name=name: inputs.update({name: args})))
+        yield inputs
 
 
 def attention_weights(
@@ -251,8 +239,3 @@ def tokens_at(record: ForwardRecord, points: Sequence[Point], level: int) -> lis
         column, row = (int(position / scale // stride) for position, scale in zip((x, y), record.scale, strict=True))
         attended.append(AttendedQuery(f"at {x:.0f}, {y:.0f}", sum(starts) + row * columns + column, point=(x, y)))
     return attended
-
-
-def centers_of(attended: Sequence[AttendedQuery]) -> list[Point]:
-    """The centres (x, y) of the queries' boxes."""
-    return [((x1 + x2) / 2, (y1 + y2) / 2) for x1, y1, x2, y2 in (query.box for query in attended)]

@@ -36,12 +36,7 @@ COUNTED_CLASSES = 20
 
 
 def write_report(
-    dataset: CocoDataset,
-    matches: Matches,
-    figures: dict[str, dict[str, float]],
-    folder: Path,
-    threshold: float,
-    num_worst: int,
+    dataset: CocoDataset, matches: Matches, figures: dict[str, dict[str, float]], folder: Path, threshold: float, num_worst: int
 ) -> None:
     """Write ``report.md``, the files that it shows, and ``report.html``.
 
@@ -76,7 +71,8 @@ def precision_recall_figure(curves: Sequence[Curve], names: Sequence[str]) -> "F
     figure = new_figure(3 * columns, 3 * rows)
     panels = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).ravel()
     for panel, curve, name in zip(panels, curves, names, strict=False):
-        panel.set(title=f"{_plain(name)}, AP50 {_percent(curve.average_precision())}", xlim=(0, 1.02), ylim=(0, 1.02))
+        precision = f"{100 * curve.average_precision():.1f}" if curve.num_objects else "n/a"
+        panel.set(title=f"{_plain(name)}, AP50 {precision}", xlim=(0, 1.02), ylim=(0, 1.02))
         panel.grid(alpha=0.3)
         if curve.num_objects:
             panel.plot(curve.recall, curve.precision, linewidth=1.5)
@@ -118,10 +114,6 @@ def confusion_figure(matrix: np.ndarray, names: Sequence[str]) -> "Figure":
 
 def _plain(name: str) -> str:
     return name.replace("$", r"\$")  # matplotlib would read it as a formula
-
-
-def _percent(share: float) -> str:
-    return "n/a" if math.isnan(share) else f"{100 * share:.1f}"
 
 
 def _draw_worst(dataset: CocoDataset, matches: Matches, worst: Sequence[int], folder: Path, threshold: float) -> list[str]:
@@ -191,6 +183,13 @@ def _page(content: dict[str, Any], figures: dict[str, dict[str, float]], curves:
         f"### {Path(one['file_name']).name} (id {one['image_id']}): {one['missed']} missed, {one['false']} false\n\n![]({name})"
         for one, name in zip(content["worst"], drawn, strict=True)
     ]
+    highest = content["best_score"]
+    if highest is None:
+        note = "**There is no detection.**"
+    elif highest < threshold:
+        note = f"**No detection has so high a score: the best score is {highest:.3g}.**"
+    else:
+        note = f"The best score is {highest:.3g}."
     parts = [
         f"# Evaluation on {content['dataset']}",
         f"{content['images']} images, {sum(curve.num_objects for curve in curves)} objects of {len(curves)} classes.",
@@ -204,22 +203,13 @@ def _page(content: dict[str, Any], figures: dict[str, dict[str, float]], curves:
         "## Confusion",
         f"Detections with a score of at least {threshold:.3g} (`TEST.PICTURE_THRESHOLD`), matched at IoU {IOU}, whatever their "
         "class. Rows are the true classes; the last column counts missed objects, the last row detections on no object. "
-        "Counts: confusion.csv." + _best_score(content),
+        f"Counts: confusion.csv. {note}",
         "![Confusion matrix](confusion.png)",
         "## Worst images",
         f"Images with the most missed objects and false detections, matched per class, at a score of at least {threshold:.3g}.",
         *(worst or ["No image has a mistake."]),
     ]
     return "\n\n".join(parts) + "\n"
-
-
-def _best_score(content: dict[str, Any]) -> str:
-    """A sentence about the best score, in bold if it does not pass the threshold."""
-    best = content["best_score"]
-    if best is None:
-        return " **There is no detection.**"
-    sentence = f"he best score is {best:.3g}."
-    return f" T{sentence}" if best >= content["score_threshold"] else f" **No detection has so high a score: t{sentence}**"
 
 
 def _thresholds(classes: Sequence[dict[str, Any]]) -> str:

@@ -23,7 +23,8 @@ from cpvt_det.data.images import read_image
 from cpvt_det.data.records import ImageRecord
 from cpvt_det.evaluation.matches import IGNORED, NOTHING, Matches
 from cpvt_det.evaluation.thresholds import Curve, pooled_curve
-from cpvt_det.visualize.page import build_page, embed_image, hex_color
+from cpvt_det.visualize.page import build_page, embed_image
+from cpvt_det.visualize.pictures import hex_color
 
 STEPS = 1000
 """Number of steps of the slider from score 0 to 1."""
@@ -59,16 +60,20 @@ def write_report_page(
     mistakes = matches.mistakes(threshold).sum(axis=1)
     shown = np.argsort(-mistakes, kind="stable")[:MOST_IMAGES].tolist()  # those with the most mistakes first, then the others by id
     records = [dataset.records[int(matches.record_of[index])] for index in shown]
+    classes = []
+    for label, (name, curve) in enumerate(zip(dataset.classes.names, curves, strict=True)):
+        precision = 100 * curve.average_precision() if curve.num_objects else None
+        classes.append({"name": name, "color": hex_color(label), "AP50": precision, "best": _best_step(curve)})
     content = _fitted(
         {
             "dataset": dataset.name,
             "images": len(matches.image_ids),
-            "threshold": step_of(threshold),
+            "threshold": int(step_of(threshold)),
             "best": _best_step(pooled_curve(curves)),
             "figures": {  # for all classes together; None if there is no ground truth for a figure
                 name: None if math.isnan(value) else value for name, value in figures["bbox"].items() if not name.startswith("AP-")
             },
-            "classes": _classes(dataset, curves),
+            "classes": classes,
             **_counts(matches, len(dataset.classes)),
             "shown": [_image(matches, index, record) for index, record in zip(shown, records, strict=True)],
         }
@@ -81,13 +86,10 @@ def write_report_page(
         file.write(build_page("report.html", content).encode(errors="backslashreplace"))
 
 
-def step_of(score: float) -> int:
-    """The highest step of the slider that a score passes; -1 for the score -1, which passes no step."""
-    return int(_steps_of(np.array(score)))
-
-
-def _steps_of(scores: np.ndarray) -> np.ndarray:
-    return np.maximum(-1, (STEPS * scores + 1e-6).astype(int))  # in floating point, 0.29 is 289.99999999999994 thousandths
+def step_of(scores: float | np.ndarray) -> np.ndarray:
+    """The highest step of the slider that each score passes; -1 for the score -1, which passes no step."""
+    steps = STEPS * np.asarray(scores) + 1e-6  # in floating point, 0.29 is 289.99999999999994 thousandths
+    return np.maximum(-1, steps.astype(int))
 
 
 def _fitted(content: dict[str, Any]) -> dict[str, Any]:
@@ -116,21 +118,9 @@ def _sizes(objects: np.ndarray) -> np.ndarray:
     return (objects["area"] >= SMALL).astype(int) + (objects["area"] > LARGE)
 
 
-def _classes(dataset: CocoDataset, curves: Sequence[Curve]) -> list[dict[str, Any]]:
-    return [
-        {
-            "name": name,
-            "color": hex_color(label),
-            "AP50": 100 * curve.average_precision() if curve.num_objects else None,
-            "best": _best_step(curve),
-        }
-        for label, (name, curve) in enumerate(zip(dataset.classes.names, curves, strict=True))
-    ]
-
-
 def _best_step(curve: Curve) -> int | None:
     best = curve.best()
-    return None if best is None else step_of(best.threshold)
+    return None if best is None else int(step_of(best.threshold))
 
 
 def _counts(matches: Matches, num_classes: int) -> dict[str, list[Row]]:
@@ -141,11 +131,11 @@ def _counts(matches: Matches, num_classes: int) -> dict[str, list[Row]]:
         objects. The rows of ``false`` are class, step, and number of detections without an object of their class. The rows of
         ``confusion`` are true class, detected class, step, and number; class K is the background.
     """
-    objects, steps = matches.objects, _steps_of(matches.scores)
+    objects, steps = matches.objects, step_of(matches.scores)
     is_false, is_counted = matches.same_class == NOTHING, matches.any_class != IGNORED
     true_classes = np.append(objects["label"], num_classes)[matches.any_class]  # NOTHING is the index of the last element
     columns = {
-        "objects": (~objects["crowd"], objects["label"], _sizes(objects), _steps_of(matches.found_at)),
+        "objects": (~objects["crowd"], objects["label"], _sizes(objects), step_of(matches.found_at)),
         "false": (is_false, matches.labels, steps),
         "confusion": (is_counted, true_classes, matches.labels, steps),
     }
@@ -162,7 +152,7 @@ def _image(matches: Matches, index: int, record: ImageRecord) -> dict[str, Any]:
     """
     own, found = matches.of_image(index)
     objects = matches.objects[own]
-    about = objects["label"], _sizes(objects), objects["crowd"].astype(int), _steps_of(matches.found_at[own])
+    about = objects["label"], _sizes(objects), objects["crowd"].astype(int), step_of(matches.found_at[own])
     pairs = [values[found] for values in (matches.same_class, matches.any_class)]
     pairs = [np.where(pair < 0, pair, pair - own.start) for pair in pairs]
     return {
@@ -170,7 +160,7 @@ def _image(matches: Matches, index: int, record: ImageRecord) -> dict[str, Any]:
         "name": _base_name(record.file_name),
         "size": [record.width, record.height],
         "objects": _rows(objects["xywh"], *about),
-        "found": _rows(matches.boxes[found], matches.labels[found], _steps_of(matches.scores[found]), *pairs),
+        "found": _rows(matches.boxes[found], matches.labels[found], step_of(matches.scores[found]), *pairs),
     }
 
 

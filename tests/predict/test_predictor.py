@@ -21,7 +21,7 @@ from cpvt_det.common.errors import ConfigError, DataError, RunStoppedError, Weig
 from cpvt_det.config import load_cfg
 from cpvt_det.data.images import read_image
 from cpvt_det.evaluation.thresholds import Thresholds
-from cpvt_det.predict.inputs import read_input
+from cpvt_det.predict.predictor import read_input
 from cpvt_det.training.train import run
 
 IMAGES = (7, 12, 30, 41, 5)

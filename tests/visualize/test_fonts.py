@@ -58,7 +58,7 @@ def system(monkeypatch):
 def panel(name):
     """A picture with a name as its title and as a label; these differ where one character is drawn as another."""
     image, box = torch.full((3, 100, 200), 128, dtype=torch.uint8), torch.tensor([[30.0, 50.0, 90.0, 90.0]])
-    return draw_panel(image, Detections(box, torch.ones(1), torch.zeros(1, dtype=torch.int64)), [name], name).numpy()
+    return np.array(draw_panel(image, Detections(box, torch.ones(1), torch.zeros(1, dtype=torch.int64)), [name], name))
 
 
 @pytest.mark.parametrize("two", ["ЩЖ", "πλ", "éà", "şğ", "\u0561\u0562", "\u05d0\u05d1", "\u0639\u063a"])

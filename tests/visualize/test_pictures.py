@@ -7,18 +7,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 
 from cpvt_det.common.structures import Detections
-from cpvt_det.visualize.pictures import (
-    GAP,
-    Compared,
-    class_color,
-    draw_comparison,
-    draw_panel,
-    save_comparisons,
-    save_contact_sheet,
-    sheet_rows,
-)
+from cpvt_det.visualize import pictures
+from cpvt_det.visualize.pictures import GAP, Compared, class_color, draw_panel, save_comparisons, save_contact_sheet, sheet_rows
 
 NAMES = ["square", "circle", "star"]
 GREY = 90
@@ -32,6 +25,11 @@ def objects(*rows: tuple) -> Detections:
     """Rows of (label, score, x1, y1, x2, y2)."""
     table = torch.tensor(rows, dtype=torch.float32).reshape(-1, 6)
     return Detections(boxes_xyxy=table[:, 2:], scores=table[:, 1], labels=table[:, 0].long())
+
+
+def draw_comparison(*args, **kwargs) -> torch.Tensor:
+    """(3, H, W) uint8, the comparison."""
+    return pil_to_tensor(pictures.draw_comparison(*args, **kwargs))
 
 
 def coverage(region: torch.Tensor, color: tuple[int, int, int]) -> float:
@@ -217,7 +215,7 @@ def test_a_contact_sheet_is_a_png_with_every_panel_in_its_place(tmp_path):
     sizes = [(20, 10), (15, 50), (40, 30)]
     panels = [torch.full((3, *size), 10 * k, dtype=torch.uint8) for k, size in enumerate(sizes)]
     path = tmp_path / "pictures" / "sheet.png"
-    save_contact_sheet(panels, path, columns=2)
+    save_contact_sheet([to_pil_image(panel) for panel in panels], path, columns=2)
     with Image.open(path) as picture:
         assert picture.format == "PNG"
         sheet = torch.from_numpy(np.array(picture)).permute(2, 0, 1)
@@ -232,12 +230,12 @@ def test_a_contact_sheet_needs_pictures_and_columns(tmp_path):
     with pytest.raises(ValueError, match="got 0 and 2"):
         save_contact_sheet([], tmp_path / "sheet.png")
     with pytest.raises(ValueError, match="got 1 and 0"):
-        save_contact_sheet([grey_image(4, 4)], tmp_path / "sheet.png", columns=0)
+        save_contact_sheet([to_pil_image(grey_image(4, 4))], tmp_path / "sheet.png", columns=0)
 
 
 def test_a_panel_is_that_of_the_comparison():
     truth = objects((1, 1, 20, 60, 80, 120))
     both = draw_comparison(grey_image(128, 160), truth, objects(), NAMES, 0.5)
-    alone = draw_panel(grey_image(128, 160), truth, NAMES, "ground truth (1)")
+    alone = pil_to_tensor(draw_panel(grey_image(128, 160), truth, NAMES, "ground truth (1)"))
     assert torch.equal(alone, both[:, :, 480 + GAP :])
     assert coverage(alone, class_color(1)) > 0.005

@@ -7,6 +7,7 @@ import torch
 from click.testing import CliRunner
 from PIL import Image
 from tiny import DEFORMABLE, DINO, overrides, random_config, save_random
+from torchvision.transforms.functional import to_pil_image
 
 from cpvt_det.builders import build_detector
 from cpvt_det.cli import main
@@ -192,7 +193,7 @@ def panels(monkeypatch):
 
     def note(canvas, objects, names, title):
         drawn.append((canvas, objects, [names[label] for label in objects.labels], title))
-        return canvas
+        return to_pil_image(canvas)
 
     monkeypatch.setattr(feeding, "draw_panel", note)
     return drawn
