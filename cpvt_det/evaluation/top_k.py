@@ -20,8 +20,6 @@ BEST = 5
 """How many of the best classes are stored for each image."""
 LISTED = 20
 """Largest number of classes, or of pairs of classes, in a table in the log."""
-Answer = tuple[list[int], list[float]]
-"""The best classes of an image, and their scores."""
 
 
 class ClassEvaluator(Evaluator):
@@ -124,11 +122,11 @@ def write_confusion(counts: np.ndarray, names: Sequence[str], path: Path) -> Non
         file.write(text.getvalue().encode(errors="backslashreplace"))
 
 
-def most_confused(counts: np.ndarray, names: Sequence[str], most: int = LISTED) -> list[tuple[str, str, int]]:
+def most_confused(counts: np.ndarray, names: Sequence[str]) -> list[tuple[str, str, int]]:
     """The pairs of classes (true, found) of :meth:`ClassEvaluator.confusion` that are confused most, with their counts."""
     wrong = counts - np.diag(np.diag(counts))
-    order = np.argsort(-wrong, axis=None, kind="stable")[:most]
-    pairs = [(int(place) // len(names), int(place) % len(names)) for place in order]
+    order = np.argsort(-wrong, axis=None, kind="stable")[:LISTED]
+    pairs = zip(*np.unravel_index(order, wrong.shape), strict=True)
     return [(names[true], names[found], int(wrong[true, found])) for true, found in pairs if wrong[true, found]]
 
 

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from cpvt_det.builders import build_class_mapper
@@ -51,27 +50,21 @@ class ImageClasses:
 class ClassPredictor(Predictor):
     """A trained classifier for images of any kind and size. It is called like a :class:`Predictor`, but returns
     :class:`ImageClasses`.
-
-    Args:
-        trained: a loaded classifier.
-
-    Raises:
-        ConfigError: a detector, or keys that cannot be used.
     """
-
-    def __init__(self, trained: Trained):
-        if not isinstance(trained.detector, Classifier):
-            raise ConfigError(f"MODEL.META_ARCHITECTURE {trained.cfg.MODEL.META_ARCHITECTURE!r} is not a classifier; use Predictor")
-        mapper = build_class_mapper(trained.cfg)
-        super().__init__(trained.detector, None, mapper, trained.classes, trained.cfg.dump())
 
     @classmethod
     def from_trained(cls, trained: Trained) -> "ClassPredictor":
-        """A predictor of a loaded classifier."""
-        return cls(trained)
+        """Make a predictor from a loaded classifier.
+
+        Raises:
+            ConfigError: a detector, or keys that cannot be used.
+        """
+        if not isinstance(trained.detector, Classifier):
+            raise ConfigError(f"MODEL.META_ARCHITECTURE {trained.cfg.MODEL.META_ARCHITECTURE!r} is not a classifier; use Predictor")
+        return cls(trained.detector, None, build_class_mapper(trained.cfg), trained.classes, trained.cfg.dump())
 
     def _predict_batch(
-        self, images: Sequence[ImageInput], pixels: list[torch.Tensor], tiling: Tiling | None, batch_size: int
+        self, images: Sequence[ImageInput], pixels: list[Tensor], tiling: Tiling | None, batch_size: int
     ) -> list[ImageClasses]:
         """The classes of one batch; each element of ``pixels`` is a (3, H, W) uint8 tensor."""
         if tiling is not None:

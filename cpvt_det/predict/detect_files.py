@@ -179,13 +179,12 @@ def predict_film(
         for number, time, everything in predictor.stream(reader, batch_size=batch_size):
             found = everything.above(threshold)
             total.add(f"frame {number}", everything, len(found))
-            rows = [{"name": name, **row} for name, row in zip(found.names, found.to_coco(number), strict=True)]
-            ids = [] if tracks is None else tracks(everything)[: len(found)]  # both are sorted best first
-            for row in rows:
+            ids = tracks(everything)[: len(found)] if track else [None] * len(found)  # both are sorted best first
+            rows = []
+            for name, row, one in zip(found.names, found.to_coco(number), ids, strict=True):
                 del row["image_id"]
-            for row, one in zip(rows, ids, strict=tracks is not None):
-                row["track"] = one
-            notes = None if tracks is None else ["" if one is None else f" #{one}" for one in ids]
+                rows.append({"name": name, **row, **({"track": one} if track else {})})
+            notes = ["" if one is None else f" #{one}" for one in ids]
             lines.write(json.dumps({"frame": number, "time": round(time, 6), "detections": rows}) + "\n")
             writer.add(draw_objects(found.image, found, predictor.classes.names, notes=notes), time)
             bar.update()
