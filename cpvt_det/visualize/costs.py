@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
 from cpvt_det.common.errors import UnknownNameError
@@ -105,8 +105,7 @@ def count_costs(detector: nn.Module, images: Tensor, padding_mask: Tensor, parts
         outputs = args[0].numel()  # (B, Q, C), the shape of the op's output
         book(SAMPLE_COST * outputs * levels * points, outputs)
 
-    products = _Products(book)
-    with torch.no_grad(), contextlib.ExitStack() as hooks, products, _Attention(products):
+    with torch.no_grad(), contextlib.ExitStack() as hooks, _Products(book), _Attention(book):
         for name, module in detector.named_modules():
             part = part_of(name, parts)
             if part != REST:
@@ -130,12 +129,11 @@ class _Products(TorchDispatchMode):
     def __init__(self, book: Callable[[int, int], None]):
         super().__init__()
         self.book = book
-        self.is_paused = False
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         out = function(*args, **(kwargs or {}))
         formula = flop_registry.get(function._overloadpacket)
-        if formula is not None and not self.is_paused:
+        if formula is not None:
             first = out[0] if isinstance(out, tuple) else out
             self.book(formula(*args, **(kwargs or {}), out_val=out) // 2, first.numel())
         return out
@@ -145,22 +143,19 @@ class _Attention(TorchFunctionMode):
     """A mode that counts attention from its shapes. The kernel that runs it and the operations inside the kernel have no effect on
     the count."""
 
-    def __init__(self, products: _Products):
+    def __init__(self, book: Callable[[int, int], None]):
         super().__init__()
-        self._products = products
+        self.book = book
 
     def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if function is not F.scaled_dot_product_attention:
             return function(*args, **kwargs)
         given = kwargs | dict(zip(("query", "key"), args, strict=False))
-        self._products.is_paused = True
-        try:
+        with _disable_current_modes():  # the operations inside are not counted
             out = function(*args, **kwargs)
-        finally:
-            self._products.is_paused = False
         scores = out.shape[:-1].numel() * given["key"].shape[-2]  # (B, M, Q, N)
-        self._products.book(scores * (given["query"].shape[-1] + out.shape[-1]), out.numel())
+        self.book(scores * (given["query"].shape[-1] + out.shape[-1]), out.numel())
         return out
 
 
