@@ -201,11 +201,7 @@ class Predictor:
         return found
 
     def stream(
-        self,
-        source: str | os.PathLike[str] | FilmReader,
-        every: int = 1,
-        batch_size: int = 1,
-        tiles: Tiling | int | None = None,
+        self, source: str | os.PathLike[str] | FilmReader, every: int = 1, batch_size: int = 1, tiles: Tiling | int | None = None
     ) -> Iterator[FoundFrame]:
         """Detect in a film, a camera or a stream while it is read.
 
