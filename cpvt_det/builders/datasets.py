@@ -16,8 +16,7 @@ from cpvt_det.common.errors import ConfigError, UnknownNameError
 from cpvt_det.data.catalog import DatasetFiles, find_datasets
 from cpvt_det.data.coco import CocoDataset
 from cpvt_det.data.records import Records, join
-from cpvt_det.data.validation.check import CheckedData, LookAtImages, check_data, look_at_images
-from cpvt_det.data.validation.image_classes import check_image_classes
+from cpvt_det.data.validation.check import CheckedData, LookAtImages, check_data, check_image_classes, look_at_images
 from cpvt_det.data.validation.issues import EXAMPLES, POLICIES
 
 logger = logging.getLogger("cpvt_det")

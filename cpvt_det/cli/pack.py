@@ -17,7 +17,7 @@ from cpvt_det.common.errors import ConfigError, DataError
 from cpvt_det.common.files import atomic_file, write_json
 from cpvt_det.config import load_cfg
 from cpvt_det.data.catalog import DatasetFiles, find_datasets
-from cpvt_det.data.formats.reading import read_foreign
+from cpvt_det.data.formats.format import read_foreign
 from cpvt_det.data.images import open_image
 from cpvt_det.data.shards import ARRAYS, INDEX, TAR, index_shards
 from cpvt_det.data.validation.check import check_data
@@ -106,7 +106,7 @@ def write_shards(images: Iterable[tuple[str, str]], folder: Path, largest: int) 
 
 def _write_annotations(files: DatasetFiles, path: Path) -> list[str]:
     """Write a data set as COCO JSON, and return the names of its images, relative to their common folder."""
-    content = read_foreign(files)
+    content = read_foreign(files.annotations, files.split)
     folder = os.path.commonpath([os.path.dirname(image["file_name"]) for image in content["images"]])
     for image in content["images"]:
         image["file_name"] = Path(image["file_name"]).relative_to(folder).as_posix()

@@ -20,7 +20,7 @@ def rank() -> int:
 
 def world_size() -> int:
     """The number of processes."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return dist.get_world_size() if is_initialized() else 1
 
 
 def all_reduce_sum(values: Tensor) -> Tensor:

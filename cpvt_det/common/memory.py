@@ -15,7 +15,7 @@ except ImportError:  # on Windows
     resource = None
 
 
-GROUPS = Path("/sys/fs/cgroup")
+GROUPS, STATUS = Path("/sys/fs/cgroup"), Path("/proc/self/status")
 
 
 def usable_cores() -> int:
@@ -50,12 +50,13 @@ def reset_peak() -> None:
 def peak() -> int:
     """Peak memory in bytes since :func:`reset_peak`; 0 where the system does not report it."""
     unit = 1 if sys.platform == "darwin" else 1024
-    return _status("VmHWM:") or (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit if resource else 0)
+    own = 1024 * _read_numbers(STATUS).get("VmHWM:", 0)
+    return own or (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit if resource else 0)
 
 
 def resident() -> int:
     """Current memory in bytes; where the system does not report it, the peak."""
-    return _status("VmRSS:") or peak()
+    return 1024 * _read_numbers(STATUS).get("VmRSS:", 0) or peak()
 
 
 def available() -> int | None:
@@ -66,8 +67,12 @@ def available() -> int | None:
     if "MemAvailable:" not in found:
         return None
     free = 1024 * (found["MemAvailable:"] + found.get("SwapFree:", 0))
-    rooms = (room_in(group) for group in _groups())
-    return max(0, min([free, *(room for room in rooms if room is not None)]))
+    groups: list[Path] = []
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/self/cgroup").read_text(encoding="ascii").splitlines()
+        own = GROUPS / next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
+        groups = [own, *own.parents]
+    return max(0, min([free, *(room for room in map(room_in, groups) if room is not None)]))
 
 
 def room_in(group: Path) -> int | None:
@@ -78,28 +83,12 @@ def room_in(group: Path) -> int | None:
     return None
 
 
-def _groups() -> list[Path]:
-    """The control group of this process, and its parent groups."""
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/self/cgroup").read_text(encoding="ascii").splitlines()
-        folder = GROUPS / next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
-        return [folder, *folder.parents]
-    return []
-
-
 def _read_numbers(path: Path) -> dict[str, int]:
-    """Name -> number, from a file with lines of the form "name number"; empty if the file does not exist."""
+    """Name -> number, from a file whose lines begin with a name and a number; empty if the file does not exist."""
     with contextlib.suppress(OSError):
         rows = (line.split() for line in path.read_text(encoding="ascii").splitlines())
         return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
     return {}
-
-
-def _status(key: str) -> int | None:
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-        return int(next(line for line in lines if line.startswith(key)).split()[1]) * 1024
-    return None
 
 
 @contextlib.contextmanager

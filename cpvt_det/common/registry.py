@@ -109,22 +109,15 @@ class PartRegistry(Registry):
         """
         if not options:
             return self.find(name)
-        accepted, defaults = self.parameters(name) - set(known), self._defaults(name)
+        builder, accepted = self.find(name), self.parameters(name) - set(known)
+        defaults = {part.name: part.default for part in inspect.signature(builder).parameters.values()}
         for option, value in options.items():
             if option not in accepted:
-                raise UnknownNameError(f"option of {self.kind} {name!r}", option, accepted, self._takers_of(option, known))
+                takers = [other for other in self.names if option in self.parameters(other) - set(known)]
+                way_out = f"it belongs to {', '.join(takers)}; leave it out, or set it to None" if takers else ""
+                raise UnknownNameError(f"option of {self.kind} {name!r}", option, accepted, way_out)
             _require_kind(f"the option {option!r} of the {self.kind} {name!r}", value, defaults.get(option))
-        return functools.partial(self.find(name), **options)
-
-    def _defaults(self, name: str) -> dict[str, Any]:
-        """The default values of the builder's keyword arguments, as far as they have any."""
-        parameters = inspect.signature(self.find(name)).parameters.values()
-        return {parameter.name: parameter.default for parameter in parameters if parameter.default is not parameter.empty}
-
-    def _takers_of(self, option: str, known: Collection[str]) -> str:
-        """A hint that lists the parts that take an option, for the error message if another part is given this option."""
-        takers = [other for other in self.names if option in self.parameters(other) - set(known)]
-        return f"it belongs to {', '.join(takers)}; leave it out, or set it to None" if takers else ""
+        return functools.partial(builder, **options)
 
 
 def options_of(node: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,7 +127,9 @@ def options_of(node: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _require_kind(what: str, value: Any, default: Any) -> None:
-    """Refuse a value whose type differs from the default's; a whole number is accepted for a float, and a list for a tuple."""
+    """Refuse a value whose type differs from the default's; a whole number is accepted for a float, and a list for a tuple. Without
+    a default, or with a default of another type, any value is accepted.
+    """
     kinds = {bool: bool, int: int, float: (int, float), str: str, list: (list, tuple), tuple: (list, tuple)}
     kind = kinds.get(type(default), object)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind in (int, (int, float))):

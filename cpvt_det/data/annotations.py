@@ -13,18 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from cpvt_det.data.table import BOX, IMAGE, Table
+from cpvt_det.data.records import BOX, IMAGE, Table
 from cpvt_det.data.validation.issues import Issues
-from cpvt_det.data.validation.rules import (
-    FAULT,
-    LARGEST_AREA,
-    LARGEST_ID,
-    THIN,
-    Id,
-    annotation_fault,
-    clip_box,
-    image_fault,
-)
+from cpvt_det.data.validation.rules import FAULT, LARGEST_AREA, LARGEST_ID, THIN, Id, annotation_fault, clip_box, image_fault
 
 KEYS = ("id", "image_id", "category_id", "bbox", "area", "iscrowd", "source", FAULT)
 NUMBERS = frozenset((int, float))

@@ -20,10 +20,9 @@ from cpvt_det.common.errors import DataError
 from cpvt_det.common.files import atomic_file, fcntl, write_json
 from cpvt_det.data.catalog import DatasetFiles
 from cpvt_det.data.formats.format import find_format
-from cpvt_det.data.records import Records
+from cpvt_det.data.records import Records, Table, load_table, save_table
 from cpvt_det.data.shards import INDEX, open_shards, split_at_shards
 from cpvt_det.data.storage import is_url
-from cpvt_det.data.table import Table, load_table, save_table
 from cpvt_det.data.validation.issues import Issues, Looked
 
 logger = logging.getLogger("cpvt_det")
@@ -172,7 +171,12 @@ class KeptLook:
             kept = json.loads(self._path.read_text(encoding="utf-8"))
             if all(_state_of(path) == state for name in ("states", "faulty") for path, state in kept[name].items()):
                 return Looked(Issues.from_json(kept["issues"]), kept["left_out"])
-        self._states = self._states_of_folders()  # before the check, so that no change in between is missed
+        if self._shards:  # the states of the tar files and their index
+            found = open_shards(self._shards)
+            places = {f"{found.folder}/{name}" for name in (INDEX, *found.shards.tolist()) if not is_url(found.folder)}
+        else:  # the states of the folders of the images
+            places = {os.path.dirname(self._records.path(index)) for index in range(len(self._records))}
+        self._states = {place: _state_of(place) for place in places}  # before the check, so that no change in between is missed
         return None
 
     def save(self, looked: Looked) -> None:
@@ -188,15 +192,6 @@ class KeptLook:
             write_json({**kept, "issues": looked.issues.to_json()}, self._path)
         except OSError as error:
             logger.warning("The result of checking the images cannot be cached in %s: %s", self._path.parent, error)
-
-    def _states_of_folders(self) -> dict[str, list[int]]:
-        """The states of the folders of the images, or of the tar files and their index."""
-        if self._shards:
-            found = open_shards(self._shards)
-            places = {f"{found.folder}/{name}" for name in (INDEX, *found.shards.tolist()) if not is_url(found.folder)}
-        else:
-            places = {os.path.dirname(self._records.path(index)) for index in range(len(self._records))}
-        return {place: _state_of(place) for place in places}
 
     def _hash(self) -> str:
         """A hash of the images' names, ids, sizes and locations, and of the code that checks them."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cpvt_det.common.errors import ConfigError, UnknownNameError
 from cpvt_det.data.formats.format import find_format
-from cpvt_det.data.storage import root_of
+from cpvt_det.data.storage import is_url
 
 
 @dataclass(frozen=True)
@@ -82,5 +82,9 @@ def registered_datasets(registered: Sequence[Sequence[str]]) -> list[DatasetFile
             )
         name, annotations, root_or_split = entry
         files = DatasetFiles(name, Path(annotations).expanduser())
-        found.append(replace(files, image_root=root_of(root_or_split)) if files.is_coco else replace(files, split=root_or_split))
+        if files.is_coco:
+            root = root_or_split.rstrip("/") if is_url(root_or_split) else Path(root_or_split).expanduser()
+            found.append(replace(files, image_root=root))
+        else:
+            found.append(replace(files, split=root_or_split))
     return found

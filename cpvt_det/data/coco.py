@@ -23,10 +23,9 @@ from cpvt_det.common.memory import no_garbage_collection
 from cpvt_det.data.annotations import Entries
 from cpvt_det.data.cache import read_once
 from cpvt_det.data.catalog import DatasetFiles
-from cpvt_det.data.formats.reading import read_foreign
+from cpvt_det.data.formats.format import read_foreign
 from cpvt_det.data.json_stream import NotAStreamError, entries
-from cpvt_det.data.records import Records
-from cpvt_det.data.table import Table
+from cpvt_det.data.records import Records, Table
 from cpvt_det.data.text import decode
 from cpvt_det.data.validation.issues import EXAMPLES, Issues, require_no_errors
 from cpvt_det.data.validation.rules import Id, category_fault
@@ -172,7 +171,7 @@ def _read(files: DatasetFiles, examples: float) -> Table:
             raise NotAStreamError("not COCO")
     except (NotAStreamError, OSError):  # the whole file is needed, if only to report what is wrong
         issues = Issues("", examples)
-        content = read_json(files.annotations) if files.is_coco else read_foreign(files)
+        content = read_json(files.annotations) if files.is_coco else read_foreign(files.annotations, files.split)
         for name in ("categories", "images"):
             section = content.get(name)
             if not isinstance(section, list) or not section:
@@ -183,19 +182,12 @@ def _read(files: DatasetFiles, examples: float) -> Table:
                 issues.add_info(heading, str(place))
     good = _read_categories(found.categories, issues)
     table = found.table({category["id"]: label for label, category in enumerate(good)})
-    _require_pixels(table, issues)
-    names = [str(category["name"]) for category in good]
-    table.about.update(class_ids=[category["id"] for category in good], class_names=names, issues=issues.to_json())
-    return table
-
-
-def _require_pixels(table: Table, issues: Issues) -> None:
-    """Refuse data if all boxes look like fractions of the image's sides, which is a frequent mistake. A single such box may just
-    be tiny.
-    """
-    # an image that cannot be read counts as 1 x 1
-    known = np.repeat(np.maximum(table.images["height"], table.images["width"]) > 1, table.images["count"])
-    boxes = table.boxes["xywh"][known]
+    # All boxes as fractions of the image's sides are a frequent mistake; a single such box may just be tiny.
+    is_known = np.maximum(table.images["height"], table.images["width"]) > 1  # an image that cannot be read counts as 1 x 1
+    boxes = table.boxes["xywh"][np.repeat(is_known, table.images["count"])]
     if len(boxes) and (boxes[:, :2] + boxes[:, 2:]).max() <= 1:
         why = f"all {len(boxes)} are within [0, 1]; bbox must be [x, y, width, height] in pixels, not relative to the image"
         issues.add_error("boxes that are not in pixels", why)
+    names = [str(category["name"]) for category in good]
+    table.about.update(class_ids=[category["id"] for category in good], class_names=names, issues=issues.to_json())
+    return table

@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # headers are read without torch and torchvision, whose impor
 
 JPEG, PNG = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"
 # The mark at the end of a complete file; padding may follow it.
+TAIL = 1024  # bytes at the end of a file that are searched for the mark
 END_MARK = {JPEG: b"\xff\xd9", PNG: b"IEND"}
 FLIPS = {1: (), 2: (2,), 3: (1, 2), 4: (1,), 5: (), 6: (2,), 7: (1, 2), 8: (1,)}
 """EXIF orientation -> dimensions of (3, H, W) to flip; for 5 to 8, height and width are swapped before the flip."""
@@ -83,7 +84,7 @@ def is_file(path: str) -> bool:
 
 
 def open_image(path: str) -> BinaryIO:
-    """Open an image file for reading.
+    """Open an image file for reading: a file, a member of tar files, or a URL, as described at the top of this module.
 
     Raises:
         MissingFileError: no such file.
@@ -96,7 +97,14 @@ def open_image(path: str) -> BinaryIO:
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EINVAL):  # the last two occur for URLs
                 raise
-            return _open_elsewhere(path)
+        shards, name = split_at_shards(path)
+        if shards:
+            return open_shards(shards).open(name)
+        if is_url(path):
+            return io.BytesIO(fetch(path))
+        # The name may be stored in another Unicode form: "é", for example, may be one character or two.
+        others = (path[:at] + unicodedata.normalize(form, path[at:]) for form in ("NFC", "NFD") for at in range(len(path)))
+        return open(path if path.isascii() else next((other for other in others if os.path.exists(other)), path), "rb")
     except DataError as error:
         raise type(error)(f"cannot read image {path}: {error}") from error
     except IsADirectoryError as error:
@@ -108,19 +116,6 @@ def open_image(path: str) -> BinaryIO:
     except OSError as error:
         kind = DataError if error.errno in NOT_A_MATTER_OF_TIME else UnreachableError
         raise kind(f"cannot read image {path}: {first_line(error)}") from error
-
-
-def _open_elsewhere(path: str) -> BinaryIO:
-    """Open a path at which there is no file. The path may be a member of tar files, a URL, or a file whose name is stored in
-    another Unicode form ("é", for example, may be one character or two).
-    """
-    shards, name = split_at_shards(path)
-    if shards:
-        return open_shards(shards).open(name)
-    if is_url(path):
-        return io.BytesIO(fetch(path))
-    others = (path[:at] + unicodedata.normalize(form, path[at:]) for form in ("NFC", "NFD") for at in range(len(path)))
-    return open(path if path.isascii() else next((other for other in others if os.path.exists(other)), path), "rb")
 
 
 def read_header(path: str, content: bytes | None = None) -> ImageHeader:
@@ -144,7 +139,8 @@ def read_header(path: str, content: bytes | None = None) -> ImageHeader:
             tags: Any = getattr(image, "tag_v2", {})  # TIFF's stored size: Pillow's may be turned, depending on its version
             stored = tags.get(WIDTH, image.width), tags.get(LENGTH, image.height)
             width, height = stored if orientation < 5 else stored[::-1]
-            return ImageHeader(width, height, image.mode, orientation, kind is None or END_MARK[kind] in _tail(file))
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
+            return ImageHeader(width, height, image.mode, orientation, kind is None or END_MARK[kind] in file.read())
     except Exception as error:
         raise _cannot_read(path, error) from error
 
@@ -309,10 +305,3 @@ def _has_text_behind_pixels(file: BinaryIO) -> bool:
         file.seek(length + 4, os.SEEK_CUR)  # the chunk and its checksum
     file.seek(here)
     return len(head) == 8
-
-
-def _tail(file: BinaryIO, length: int = 1024) -> bytes:
-    """The last bytes of a file."""
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - length))
-    return file.read()

@@ -85,12 +85,6 @@ class Listing:
         paths = (os.path.join(folder, name) for top in self._tops for folder, names in walk(top, seen) for name in names)
         self.files = sorted(Path(path) for path in paths if not os.path.islink(path) or os.path.exists(path))
 
-    @cached_property
-    def folders(self) -> list[Path]:
-        """The folders below the root that hold files, at any depth."""
-        direct = {path.parent for path in self.files}
-        return sorted({folder for deepest in direct for folder in (deepest, *deepest.parents) if self.root in folder.parents})
-
     def with_suffix(self, *suffixes: str) -> list[Path]:
         """The files with one of these suffixes, in upper or lower case."""
         return [path for path in self.files if path.suffix.lower() in suffixes]
@@ -177,7 +171,10 @@ def find_files(source: str, output: Path) -> tuple[list[Path], list[Path]]:
         suffixes = ", ".join(sorted(readable()))
         why = f"there is no image in the folder {path} or below it (suffixes: {suffixes}){cannot_read(unreadable)}"
     else:
-        found = [file for name in glob.glob(_without_folders(str(path)), recursive=True) if (file := Path(name)).is_file()]
+        # brackets in the names of existing folders are taken literally: ``trip [2024]/*.jpg``
+        fixed = next((folder for folder in path.parents if os.path.isdir(folder)), path.parents[-1])
+        pattern = str(Path(glob.escape(str(fixed)), path.relative_to(fixed)))
+        found = [file for name in glob.glob(pattern, recursive=True) if (file := Path(name)).is_file()]
         why = f"nothing matches {source}" if glob.has_magic(source) else f"there is no file or folder {source}"
     found, unreadable = (
         sorted(file for file in some if output.resolve() not in file.resolve().parents) for some in (found, unreadable)
@@ -185,10 +182,3 @@ def find_files(source: str, output: Path) -> tuple[list[Path], list[Path]]:
     if not found:
         raise DataError(why)
     return found, unreadable
-
-
-def _without_folders(pattern: str) -> str:
-    """A glob in which brackets in the names of existing folders are taken literally: ``trip [2024]/*.jpg``."""
-    parts = Path(pattern).parts
-    fixed = next((end for end in range(len(parts), 0, -1) if os.path.isdir(Path(*parts[:end]))), 0)
-    return str(Path(glob.escape(str(Path(*parts[:fixed]))) if fixed else "", *parts[fixed:]))

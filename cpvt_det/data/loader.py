@@ -3,27 +3,33 @@
 
 A sample's random state depends only on (seed, epoch, image), and the images of a batch depend only on (seed, iteration). A run
 therefore needs only its iteration to resume where it stopped.
+
+The samples of a batch come from a data worker as one tensor. By itself, torch would use a file in /dev/shm and a file descriptor
+for each tensor. In a container, /dev/shm often holds only 64 MB, and a process can often open only 1024 descriptors.
 """
 
 import atexit
 import contextlib
+import io
 import itertools
 import logging
 import math
 import multiprocessing
 import os
+import pickle
 import re
 import signal
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from cpvt_det.common.errors import DeadWorkerError, RunStoppedError, UnreachableError
-from cpvt_det.data.collate import pack, shared_memory
 from cpvt_det.data.mapper import Mapper, Sample
 from cpvt_det.data.records import ImageRecord
 from cpvt_det.data.storage import Patience
@@ -32,6 +38,8 @@ logger = logging.getLogger("cpvt_det")
 Draw = tuple[int, int]
 """(epoch, index of a record)."""
 
+ALIGNMENT = 64
+"""Alignment in bytes: each tensor of a batch begins at a multiple of this number."""
 NEWS = 5.0  # seconds within which torch notices that a worker ended; usually the worker's signal ends the wait earlier
 
 
@@ -110,22 +118,16 @@ def dead_workers_named(dataset: MappedDataset) -> Iterator[None]:
     except DeadWorkerError:  # already named by a block inside this one, such as evaluation's inside training's
         raise
     except RuntimeError as error:
-        match = _words_of_torch(error)
+        cause, match = error, None
+        while cause is not None and match is None:  # another error may hide torch's, such as one from writing a checkpoint
+            match = re.match(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)", str(cause))
+            cause = cause.__context__
         if match is None:
             raise
         dead = [int(pid) for pid in match[1].split(",")]
         raise DeadWorkerError(
             f"a data worker (process {match[1]}) died {dataset.reading(dead)}; --resume continues from the last checkpoint"
         ) from error
-
-
-def _words_of_torch(error: BaseException | None) -> re.Match[str] | None:
-    """torch's message about workers that died, even if another error hides it, such as one from writing a checkpoint."""
-    while error is not None:
-        if match := re.match(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)", str(error)):
-            return match
-        error = error.__context__
-    return None
 
 
 class TrainBatches(Sampler[list[Draw]]):
@@ -188,6 +190,79 @@ class TrainBatches(Sampler[list[Draw]]):
                         yield group[self.slice]
                     number += 1
                     group.clear()
+
+
+class Packed(NamedTuple):
+    """Samples packed into one tensor.
+
+    Attributes:
+        content: (n,) uint8, the bytes of all tensors, followed by the pickled samples. In the pickle, each tensor is replaced by
+            its position in the bytes.
+        size: number of bytes that the tensors take.
+    """
+
+    content: Tensor
+    size: int
+
+    def samples(self) -> list[Any]:
+        """The samples; their tensors are views of ``content``."""
+        unpickler = _Unpickler(io.BytesIO(self.content[self.size :].numpy()))
+        unpickler.content = self.content
+        return unpickler.load()
+
+
+def pack(samples: list[Any]) -> Packed:
+    """Put samples into shared memory; their tensors must be on the CPU, but may have any dtype and shape."""
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    pickler.dump(samples)
+    content = shared_memory(pickler.size + file.tell())
+    for place, tensor in pickler.tensors:
+        _view(content, *place).copy_(tensor)
+    content[pickler.size :] = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+    return Packed(content, pickler.size)
+
+
+def shared_memory(size: int) -> Tensor:
+    """(size,) uint8, zeros, in memory that other processes share once the tensor is sent to them."""
+    if not hasattr(os, "memfd_create"):
+        return torch.zeros(size, dtype=torch.uint8).share_memory_()
+    file = os.memfd_create("cpvt_det")  # a file in memory, not in /dev/shm: only memory limits its size
+    try:
+        os.ftruncate(file, size)
+        storage = torch.UntypedStorage._new_shared_fd_cpu(file, size)  # as torch receives tensors; it keeps its own descriptor
+    finally:
+        os.close(file)
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles everything except tensors, which it collects."""
+
+    def __init__(self, file: io.BytesIO):
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.tensors: list[tuple[tuple, Tensor]] = []
+        self.size = 0
+
+    def persistent_id(self, value: object) -> tuple | None:
+        if type(value) is not Tensor:
+            return None
+        place = self.size, value.dtype, tuple(value.shape)
+        self.tensors.append((place, value))
+        self.size += -(-value.nbytes // ALIGNMENT) * ALIGNMENT
+        return place
+
+
+class _Unpickler(pickle.Unpickler):
+    content: Tensor
+
+    def persistent_load(self, place: tuple) -> Tensor:
+        return _view(self.content, *place)
+
+
+def _view(content: Tensor, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """The tensor of this dtype and shape whose bytes begin at ``start`` in ``content``."""
+    return content[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
 class SampleLoader(DataLoader):

@@ -109,7 +109,8 @@ class Names:
                 is_other = path.suffix.lower() in IMAGES and last not in (path.name, path.stem)
                 differs = differs or "with another suffix" * is_other
                 elsewhere = "in another folder" * bool(folders and form(folders[-1]) != form(path.parent.name))
-                self._report(differs or elsewhere, f"{source}: {written} is {path}")
+                if differs or elsewhere:
+                    self._found[differs or elsewhere][f"{source}: {written} is {path}"] = None
                 return path
         return None
 
@@ -143,10 +144,6 @@ class Names:
     def notes(self) -> dict[str, Iterable[str]]:
         """Notes, for a data set's sections, on names found in another form."""
         return {f"names found {differs}": places for differs, places in self._found.items()}
-
-    def _report(self, differs: str, place: str) -> None:
-        if differs:
-            self._found[differs][place] = None
 
     def _index(self, number: int, is_whole: bool) -> dict[str, dict[Folder, list[str]]]:
         """Files by their folder and by one form of their names, with or without suffix."""
@@ -195,7 +192,8 @@ class Names:
                 if path not in taken:
                     taken.add(path)
                     pairs[left.pop(text)] = self._files[path]
-                    self._report(differs, f"{text} belongs to {path}")
+                    if differs:
+                        self._found[differs][f"{text} belongs to {path}"] = None
         return pairs
 
     def _in_agreement(self, folder: str, groups: Mapping[Folder, Sequence[str]]) -> Ranks:

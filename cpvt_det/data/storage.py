@@ -22,11 +22,6 @@ def is_url(path: str | Path) -> bool:
     return URL in str(path)
 
 
-def root_of(text: str) -> Path | str:
-    """The root that image names are relative to: a path for a folder or tar files, text for a URL."""
-    return text.rstrip("/") if is_url(text) else Path(text).expanduser()
-
-
 def fetch(url: str, start: int | None = None, end: int | None = None) -> bytes:
     """The content of a URL, or part of it.
 
@@ -52,16 +47,10 @@ def fetch(url: str, start: int | None = None, end: int | None = None) -> bytes:
     except FileNotFoundError:
         raise
     except Exception as error:  # the errors of file systems have no common base class
-        kind = DataError if _is_refusal(error) else UnreachableError
+        status = getattr(error, "status", None)  # of HTTP
+        is_refused = isinstance(error, PermissionError) or (type(status) is int and 400 <= status < 500 and status not in MAY_PASS)
+        kind = DataError if is_refused else UnreachableError
         raise kind(f"{type(error).__name__}: {first_line(error)}") from error
-
-
-def _is_refusal(error: Exception) -> bool:
-    """Whether a server refused a request permanently: either permission is missing, or the server sent a 4xx HTTP status that is
-    not temporary.
-    """
-    status = getattr(error, "status", None)
-    return isinstance(error, PermissionError) or (type(status) is int and 400 <= status < 500 and status not in MAY_PASS)
 
 
 class Patience:

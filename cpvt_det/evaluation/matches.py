@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 from pycocotools import mask
 
-from cpvt_det.data.records import Records
-from cpvt_det.data.table import BOX
+from cpvt_det.data.records import BOX, Records
 from cpvt_det.evaluation.thresholds import Curve
 
 IOU = 0.5
@@ -35,7 +34,7 @@ class GroundTruth:
     Attributes:
         image_ids: (N,) int64.
         image_of: (A,) int64, ascending, index of the image of each object.
-        objects: (A,) of ``cpvt_det.data.table.BOX``.
+        objects: (A,) of ``cpvt_det.data.records.BOX``.
     """
 
     image_ids: np.ndarray
@@ -114,7 +113,7 @@ class Matches:
     Attributes:
         image_ids: (N,) int64, ascending.
         record_of: (N,) int64, index of each image in ``truth``.
-        objects: (A,) of ``cpvt_det.data.table.BOX``.
+        objects: (A,) of ``cpvt_det.data.records.BOX``.
         image_of_object: (A,) int64, ascending, index of the image of each object.
         image_of: (n,) int64, ascending, index of the image of each detection. The detections of an image are sorted by descending
             score.

@@ -19,7 +19,7 @@ from cpvt_det.data import cache, coco
 from cpvt_det.data.catalog import DatasetFiles
 from cpvt_det.data.coco import read_coco
 from cpvt_det.data.formats.format import FORMAT_REGISTRY, register_format
-from cpvt_det.data.table import load_table
+from cpvt_det.data.records import load_table
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def test_other_formats_are_kept_too_until_a_file_changes(tmp_path, monkeypatch, 
     changed, new = draw(tmp_path / "data")
     files, kept = DatasetFiles("foreign", tmp_path / "data", split="train"), tmp_path / "kept"
     read, times = coco.read_foreign, []
-    monkeypatch.setattr(coco, "read_foreign", lambda files: times.append(1) or read(files))
+    monkeypatch.setattr(coco, "read_foreign", lambda *words: times.append(1) or read(*words))
 
     def reads_again():
         expected = all_of(read_coco(files))

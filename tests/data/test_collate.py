@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cpvt_det.common.structures import Targets
-from cpvt_det.data.collate import Packed, pack, shared_memory
+from cpvt_det.data.loader import Packed, pack, shared_memory
 
 
 def assert_same(first, second):

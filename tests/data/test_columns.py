@@ -17,8 +17,7 @@ from cpvt_det.data import annotations, coco, json_stream
 from cpvt_det.data.catalog import DatasetFiles
 from cpvt_det.data.coco import read_coco
 from cpvt_det.data.records import Records, join
-from cpvt_det.data.validation.check import CheckedData
-from cpvt_det.data.validation.image_classes import SEVERAL, check_image_classes, count_images
+from cpvt_det.data.validation.check import SEVERAL, CheckedData, check_image_classes, count_images
 from cpvt_det.data.validation.issues import Issues
 from cpvt_det.evaluation.coco import CocoEvaluator
 from cpvt_det.training.tasks.classification import ClassificationTask

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from test_folders import draw
 
-from cpvt_det.data.folders.split import divide
+from cpvt_det.data.folders.prepare import divide
 from cpvt_det.data.validation import duplicates
 from cpvt_det.data.validation.duplicates import group_near_duplicates, near_duplicates
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 from test_evaluation import detections, evaluator_of, scene
 
-from cpvt_det.data.records import Records
-from cpvt_det.data.table import BOX, IMAGE, Table
+from cpvt_det.data.records import BOX, IMAGE, Records, Table
 from cpvt_det.evaluation.thresholds import Thresholds
 from cpvt_det.training.tasks.detection import constant_detections
 

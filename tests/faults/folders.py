@@ -324,14 +324,14 @@ QUIRKS = [
         YOLO,
         put(line=lambda label, *box: " ".join([f"{label}.0", *map(str, box)])),
         touches=("line",),
-        guard=yolo("return [float(word) for word in words if word]", "return [int(words[0]), *map(float, words[1:])]"),
+        guard=yolo("= [float(word) for word in words if word]", "= [int(words[0]), *map(float, words[1:])]"),
     ),
     Quirk(
         "YOLO: numbers as numpy.savetxt writes them",
         YOLO,
         put(line=lambda *numbers: " ".join(f"{n:.18e}" for n in numbers)),
         touches=("line",),
-        guard=yolo("return [float(word) for word in words if word]", "return [int(words[0]), *map(float, words[1:])]"),
+        guard=yolo("= [float(word) for word in words if word]", "= [int(words[0]), *map(float, words[1:])]"),
     ),
     Quirk(
         "YOLO: commas between the numbers",
@@ -731,7 +731,7 @@ QUIRKS = [
         at_zero,
         "coordinates taken to start at 0, because one of them is 0: ",
         touches=("objects", "boxes"),
-        guard=voc("return 0 if any(_number(start) == 0 for start in starts) else 1", "return 1"),
+        guard=voc("first = 0 if any(_number(start) == 0 for start in starts) else 1", "first = 1"),
     ),
     Quirk(
         "VOC: sides of a box in another order",
@@ -819,7 +819,7 @@ QUIRKS = [
         VOC,
         put(size="<size><width>0</width><height>0</height></size>"),
         touches=("size",),
-        guard=text_of("formats/reading.py", 'not (image.get("height") and image.get("width"))]', '"height" not in image]'),
+        guard=text_of("formats/format.py", 'not (image.get("height") and image.get("width"))]', '"height" not in image]'),
     ),
     Quirk(
         "VOC: a size with decimals",

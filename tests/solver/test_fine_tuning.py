@@ -9,8 +9,7 @@ from test_solver import make_samples, make_step, tiny_cfg
 from cpvt_det import builders
 from cpvt_det.common.errors import ConfigError, UnknownNameError
 from cpvt_det.config import get_cfg
-from cpvt_det.data.records import Records
-from cpvt_det.data.table import BOX, IMAGE, Table
+from cpvt_det.data.records import BOX, IMAGE, Records, Table
 from cpvt_det.models.image_model import belongs_to_part
 from cpvt_det.solver.optimizer import parameter_groups
 from cpvt_det.solver.schedule import TrainingSchedule

@@ -2,7 +2,6 @@
 """Augmentations that are chosen by name, and that move boxes along with the pixels."""
 
 from cpvt_det.data.augmentation import mixing, single  # noqa: F401, registers augmentations
-from cpvt_det.data.augmentation.contract import AUGMENTATION_REGISTRY, DrawScene, Scene
-from cpvt_det.data.augmentation.step import AugmentationStep
+from cpvt_det.data.augmentation.step import AUGMENTATION_REGISTRY, AugmentationStep, DrawScene, Scene
 
 __all__ = ["AUGMENTATION_REGISTRY", "AugmentationStep", "DrawScene", "Scene"]

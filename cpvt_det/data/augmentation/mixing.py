@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from torchvision.transforms.v2 import functional as TF
 
-from cpvt_det.data.augmentation.contract import AUGMENTATION_REGISTRY, DrawScene, Scene
-from cpvt_det.data.augmentation.step import clip_to_visible
+from cpvt_det.data.augmentation.step import AUGMENTATION_REGISTRY, DrawScene, Scene, clip_to_visible
 
 THIN = 2
 """Smallest side of a corner in pixels, because torch 2.14 fails to resize to 1 x 1. A canvas that is less
@@ -50,11 +49,7 @@ class Mosaic(Mixing):
     """
 
     def __init__(
-        self,
-        p: float = 0.5,
-        center: Sequence[float] = (0.3, 0.7),
-        zoom: Sequence[float] = (1.0, 1.5),
-        min_visible: float = 0.0,
+        self, p: float = 0.5, center: Sequence[float] = (0.3, 0.7), zoom: Sequence[float] = (1.0, 1.5), min_visible: float = 0.0
     ):
         super().__init__(p)
         _require_range("center", center, 0, 1)

@@ -15,35 +15,13 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as TF
 
 from cpvt_det.common.errors import UnknownNameError
-from cpvt_det.data.augmentation.contract import AUGMENTATION_REGISTRY, Scene
+from cpvt_det.data.augmentation.step import AUGMENTATION_REGISTRY, Scene
 
-COLOURS = (
-    "ColorJitter",
-    "GaussianBlur",
-    "GaussianNoise",
-    "JPEG",
-    "RandomAdjustSharpness",
-    "RandomAutocontrast",
-    "RandomChannelPermutation",
-    "RandomEqualize",
-    "RandomGrayscale",
-    "RandomInvert",
-    "RandomPhotometricDistort",
-    "RandomPosterize",
-    "RandomSolarize",
-)
-PLACES = (
-    "CenterCrop",
-    "Pad",
-    "RandomAffine",
-    "RandomCrop",
-    "RandomPerspective",
-    "RandomResizedCrop",
-    "RandomRotation",
-    "RandomVerticalFlip",
-    "RandomZoomOut",
-    "ScaleJitter",
-)
+COLOURS = ("ColorJitter", "GaussianBlur", "GaussianNoise", "JPEG", "RandomAdjustSharpness", "RandomAutocontrast")
+COLOURS += ("RandomChannelPermutation", "RandomEqualize", "RandomGrayscale", "RandomInvert", "RandomPhotometricDistort")
+COLOURS += ("RandomPosterize", "RandomSolarize")
+PLACES = ("CenterCrop", "Pad", "RandomAffine", "RandomCrop", "RandomPerspective", "RandomResizedCrop", "RandomRotation")
+PLACES += ("RandomVerticalFlip", "RandomZoomOut", "ScaleJitter")
 GROUPS = ("RandomApply", "RandomChoice", "RandomOrder")
 """Augmentations that wrap other augmentations: their option ``transforms`` is a list like ``INPUT.AUGMENTATIONS``."""
 MODES = {mode.value: mode for mode in v2.InterpolationMode}

@@ -95,7 +95,9 @@ def _own_layout(listing: Listing, name: str) -> Layout | None:
     direct = (listing.root, *(path for path in listing.files if path.parent == listing.root))
     found = [path for path in direct if data_format.matches(path)][:1]
     if not found:
-        below = [folder for folder in listing.folders if data_format.matches(folder)]
+        deepest = {path.parent for path in listing.files}
+        folders = {folder for one in deepest for folder in (one, *one.parents) if listing.root in folder.parents}
+        below = [folder for folder in sorted(folders) if data_format.matches(folder)]
         found = [folder for folder in below if not any(other in folder.parents for other in below)]
     if len(found) > 1:
         raise DataError(

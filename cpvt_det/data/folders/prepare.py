@@ -5,11 +5,11 @@ If the folder's own files define a split, the entries refer to these files. A sp
 written as COCO JSONs.
 """
 
+import hashlib
 import os
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,14 @@ from cpvt_det.common.errors import DataError, counted
 from cpvt_det.common.files import write_json
 from cpvt_det.data.coco import CocoDataset
 from cpvt_det.data.folders.layouts import Layout, find_layout
-from cpvt_det.data.folders.split import divide
-from cpvt_det.data.formats.format import Sections
-from cpvt_det.data.formats.reading import complete
+from cpvt_det.data.formats.format import Sections, complete
 from cpvt_det.data.listing import SPLITS, Listing, cannot_read, few
+from cpvt_det.data.validation.duplicates import group_near_duplicates
 from cpvt_det.data.validation.rules import FAULT, annotation_fault, image_fault
 
+VALIDATION_SHARE = 0.2
+MOST_TO_VALIDATE = 500
+"""Largest number of validation images; more images would make evaluation slower, but its figures hardly more certain."""
 SEED = 0
 """Seed of the split: the same for every run, so that runs on one folder can be compared."""
 
@@ -93,21 +95,38 @@ def name_datasets(folder: Path, output: Path, wanted: str = "", new_split: bool 
 
 
 def _write_splits(listing: Listing, layout: Layout, output: Path, new_split: bool, data: FolderData) -> dict[str, tuple[str, str]]:
-    """Read all images of a folder, and write a JSON for each split; returns the JSON and image folder of each split."""
-    folder, content = listing.root, complete(layout.read())
+    """Read all images of a folder, and write a JSON for each split; returns the JSON and image folder of each split.
+
+    Splits are defined by annotation files or folder names, or drawn at random.
+    """
+    folder, content, notes = listing.root, complete(layout.read()), data.notes
     if not listing.images and all(FAULT in image for image in content["images"]):
         why = f"put the images below {folder}, too{cannot_read(listing.unreadable)}"
         raise DataError(f"{folder} has annotations ({layout.what}) but no images; {why}")
-    found = [f"{heading}: {len(where)}, such as {where[0]}" for heading, where in content["notes"].items()]
+    corrections = [f"{heading}: {len(where)}, such as {where[0]}" for heading, where in content["notes"].items()]
     if not content["annotations"]:
-        why = "; ".join(["no image has an object; are these the right annotations?", *found])
+        why = "; ".join(["no image has an object; are these the right annotations?", *corrections])
         raise DataError(f"{folder}: {layout.format}, {layout.what}, and {why}")
-    data.notes += found
+    notes += corrections
     used = {os.path.realpath(image["file_name"]) for image in content["images"]}
     if unused := [path for path in listing.images if os.path.realpath(path) not in used]:
         number = f"{len(unused)} of {len(listing.images)}"
-        data.notes.append(f"{number} images have no annotations and are not used, such as {unused[0]}")
-    parts = _parts(listing, content, new_split, data.notes)
+        notes.append(f"{number} images have no annotations and are not used, such as {unused[0]}")
+
+    found: dict[str, list[int]] = defaultdict(list)
+    for image in content["images"]:
+        found[image.get("split") or listing.split_of(Path(image["file_name"]))].append(image["id"])
+    if not new_split and "train" in found and ("val" in found or "test" in found):
+        left_out = len(found.pop("", ()))
+        notes += [f"left out, because their folder names no split: {counted(left_out, 'image')}"] if left_out else []
+        _use_test_set(found, notes)
+        parts: dict[str, Collection[int]] = {split: found[split] for split in SPLITS if split in found}
+        how = "by the names of files and folders"
+    else:
+        parts, how = divide(content, folder, SEED, notes), f"drawn with seed {SEED}, near-duplicates kept together"
+    sizes = [f"{counted(len(image_ids), 'image')} for {split}" for split, image_ids in parts.items()]
+    notes.append(f"split {how}: {', '.join(sizes)}")
+
     data.written = [str(output / f"{split}.json") for split in parts]
     for path, image_ids in zip(data.written, parts.values(), strict=True):
         write_json(_part(content, set(image_ids), folder), Path(path))
@@ -121,22 +140,85 @@ def _use_test_set(parts: dict[str, Any], notes: list[str]) -> None:
         notes.append("there is no validation set: the test set is used for it")
 
 
-def _parts(listing: Listing, content: Sections, new_split: bool, notes: list[str]) -> dict[str, Collection[int]]:
-    """The image ids of each split. Splits are defined by annotation files or folder names, or drawn at random."""
-    found: dict[str, list[int]] = defaultdict(list)
-    for image in content["images"]:
-        found[image.get("split") or listing.split_of(Path(image["file_name"]))].append(image["id"])
-    if not new_split and "train" in found and ("val" in found or "test" in found):
-        left_out = len(found.pop("", ()))
-        notes += [f"left out, because their folder names no split: {counted(left_out, 'image')}"] if left_out else []
-        _use_test_set(found, notes)
-        parts: dict[str, Collection[int]] = {split: found[split] for split in SPLITS if split in found}
-        how = "by the names of files and folders"
-    else:
-        parts, how = divide(content, listing.root, SEED, notes), f"drawn with seed {SEED}, near-duplicates kept together"
-    sizes = [f"{counted(len(image_ids), 'image')} for {split}" for split, image_ids in parts.items()]
-    notes.append(f"split {how}: {', '.join(sizes)}")
-    return parts
+def divide(content: Sections, root: Path, seed: int, notes: list[str]) -> dict[str, set[int]]:
+    """Draw a split: the same images and seed give the same split on every machine.
+
+    Near-duplicates, such as neighbouring frames of a film, stay together, because validation would otherwise use images that are
+    almost the same as training images. A long film is divided only if there are few other images.
+
+    Args:
+        content: COCO's sections, whose images have paths as ``file_name``.
+        root: folder of the data; the draw uses paths relative to it.
+        seed: seed of the draw.
+        notes: list to which remarks on the split are added, one line each.
+
+    Returns:
+        ``train`` and ``val``, each with the ids of its images. Both have every class if possible. ``val`` lacks a class if no
+        group of near-duplicates with this class may go to ``val``, either because ``train`` would then lose a class, or because
+        the group is larger than ``val`` as a whole should be.
+
+    Raises:
+        DataError: there are fewer than two images.
+    """
+    images = {image["id"]: image["file_name"] for image in content["images"]}
+    if len(images) < 2:
+        raise DataError(
+            f"too few images with annotations to train and validate on: {len(images)}; add some, or name the data sets in a config"
+        )
+    target = max(1, min(MOST_TO_VALIDATE, round(VALIDATION_SHARE * len(images))))
+    order = {}
+    for image_id, path in images.items():
+        name = os.path.relpath(path, root).replace(os.sep, "/")
+        order[image_id] = hashlib.sha256(f"{seed} {name}".encode(errors="replace")).hexdigest()
+    group_of = dict(zip(images, group_near_duplicates(list(images.values())), strict=True))
+    alike = defaultdict(list)
+    for image_id in sorted(images, key=order.__getitem__):
+        alike[group_of[image_id]].append(image_id)
+    groups = list(alike.values())
+    if sum(len(group) for group in groups if len(group) <= target) < target:
+        long = [group for group in groups if len(group) > target]
+        ordered = (sorted(group, key=images.__getitem__) for group in groups)
+        groups = [group[start : start + target] for group in ordered for start in range(0, len(group), target)]
+        notes.append(
+            f"{sum(map(len, long))} images are nearly the same, like the frames of a film, and there are few others: they were "
+            "split in the order of their names, so the validation images resemble those of the training set"
+        )
+    classes = defaultdict(set)
+    for annotation in content["annotations"]:
+        classes[annotation["image_id"]].add(str(annotation["category_id"]))
+    of_group = [set().union(*(classes[image_id] for image_id in group)) for group in groups]
+    chosen = _choose(of_group, [len(group) for group in groups], target)
+    val = {image_id for number in chosen for image_id in groups[number]}
+    return {"train": images.keys() - val, "val": val}
+
+
+def _choose(classes: Sequence[set[str]], sizes: Sequence[int], target: int) -> set[int]:
+    """Choose groups for validation: first one for each class, beginning with the rarest class, then others in order, up to
+    ``target`` images.
+
+    The last group with objects of a class stays in training, and so does a group that alone exceeds the target.
+    """
+    count = Counter(name for group in classes for name in group)
+    chosen: set[int] = set()
+
+    def take(number: int) -> None:
+        chosen.add(number)
+        count.subtract(classes[number])
+
+    def is_free(number: int) -> bool:
+        is_last = any(count[name] < 2 for name in classes[number])
+        return number not in chosen and not is_last and sizes[number] <= target and len(chosen) < len(classes) - 1
+
+    for name in sorted(count, key=lambda name: (count[name], name)):
+        if not any(name in classes[number] for number in chosen):
+            for number in [number for number, group in enumerate(classes) if name in group and is_free(number)][:1]:
+                take(number)
+    total = sum(sizes[number] for number in chosen)
+    for number, size in enumerate(sizes):
+        if is_free(number) and total + size <= target:
+            take(number)
+            total += size
+    return chosen or {min(range(len(sizes)), key=sizes.__getitem__)}  # no group is free if each is the last with some class
 
 
 def _part(content: Sections, image_ids: set[int], folder: Path) -> Sections:
@@ -182,7 +264,7 @@ def _copies(train: Iterable[str], val: Iterable[str]) -> list[tuple[str, str]]:
     """Pairs of files with the same bytes; only files of the same size are read."""
     size_of = {path: os.path.getsize(path) for path in (*train, *val)}
     common = {size_of[path] for path in train} & {size_of[path] for path in val}
-    digests = {path: sha256(Path(path).read_bytes()).digest() for path, size in size_of.items() if size in common}
+    digests = {path: hashlib.sha256(Path(path).read_bytes()).digest() for path, size in size_of.items() if size in common}
     of_digest = {digests[path]: path for path in train if path in digests}
     return [(of_digest[digests[path]], path) for path in val if digests.get(path) in of_digest]
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cpvt_det.common.errors import DataError
-from cpvt_det.data.formats.format import Sections, make_sections
-from cpvt_det.data.formats.shapes import around_corners, around_ellipse, around_points
+from cpvt_det.data.formats.format import Sections, around_corners, around_ellipse, around_points, make_sections
 from cpvt_det.data.listing import Listing
 from cpvt_det.data.names import Names
 from cpvt_det.data.text import composed

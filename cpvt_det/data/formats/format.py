@@ -1,13 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract and the registry of data formats other than COCO JSON."""
+"""Data formats other than COCO JSON: their contract, their registry, and what their readers share.
 
+Readers pass invalid entries on unchanged; ``data/validation/rules.py`` checks them by the same rules as entries of COCO JSON.
+"""
+
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cpvt_det.common.errors import DataError
 from cpvt_det.common.registry import PartRegistry
+from cpvt_det.data.images import file_threads, read_header
+from cpvt_det.data.validation.rules import FAULT, LARGEST_SHARE
 
 Notes = Mapping[str, Iterable[object]]
 """Heading of a kind of correction -> the places where it was made."""
@@ -89,3 +96,86 @@ def find_format(path: Path) -> DataFormat | None:
     """The format of a path; ``None`` if no registered format matches."""
     formats = [data_format for _, data_format in FORMAT_REGISTRY]
     return next((data_format for data_format in reversed(formats) if data_format.matches(path)), None)
+
+
+def read_foreign(path: Path, split: str) -> Sections:
+    """The sections ``images``, ``annotations`` and ``categories`` of a data set in a registered format.
+
+    Args:
+        path: path of the data set in its format.
+        split: name of a split.
+
+    Returns:
+        The sections. If the annotations lack image sizes, these are read from the image files. A file that cannot be read gets
+        the size 1 x 1, and is reported later, when images are checked. An annotation's ``source`` is its file and position.
+
+    Raises:
+        DataError: an unknown format, or a split that does not exist.
+    """
+    data_format = find_format(path)
+    if data_format is None:
+        raise DataError(
+            f"{path} is not a data set: expected a COCO JSON file, a YOLO folder with data.yaml (or its YAML file by "
+            "path), a Pascal VOC folder with Annotations/*.xml, a folder of images per class (SPLIT/CLASS/*.jpg), or a format "
+            "registered by a module given with --import MODULE"
+        )
+    return complete(data_format.read(path, split))
+
+
+def complete(content: Sections) -> Sections:
+    """The same sections with missing image sizes, boxes in pixels, and notes added.
+
+    Boxes that are relative to their image are converted, or marked as faulty if their numbers are far outside [0, 1].
+    """
+    content.setdefault("notes", {})
+    images = content["images"]
+    missing = [image for image in images if FAULT not in image and not (image.get("height") and image.get("width"))]
+    with file_threads() as pool:
+        for image, (height, width) in zip(missing, pool.map(_size, (image["file_name"] for image in missing)), strict=True):
+            image.update(height=height, width=width)
+    size_of = {image["id"]: (image.get("width", 1), image.get("height", 1)) for image in images}
+    for annotation in content["annotations"]:
+        relative = annotation.pop("relative_cxcywh", None)
+        if relative is None or FAULT in annotation:
+            continue
+        if any(LARGEST_SHARE < abs(number) < math.inf for number in relative):
+            why = f"{relative!r}; expected centre, width and height in [0, 1], not pixels"
+            annotation[FAULT] = ["boxes that are not fractions of the image", why]
+        else:
+            (cx, cy, w, h), (width, height) = relative, size_of[annotation["image_id"]]
+            annotation["bbox"] = [(cx - w / 2) * width, (cy - h / 2) * height, w * width, h * height]
+    return content
+
+
+def _size(path: str) -> tuple[int, int]:
+    try:
+        header = read_header(path)
+    except DataError:
+        return 1, 1
+    return header.height, header.width
+
+
+def around_corners(x0: float, y0: float, x1: float, y1: float, angle: float) -> list[float]:
+    """The box around a rectangle, given by opposite corners and turned by an angle, in radians, about its middle."""
+    if not angle:
+        return [min(x0, x1), min(y0, y1), abs(x1 - x0), abs(y1 - y0)]
+    return around_rotated((x0 + x1) / 2, (y0 + y1) / 2, abs(x1 - x0), abs(y1 - y0), angle)
+
+
+def around_rotated(cx: float, cy: float, w: float, h: float, angle: float) -> list[float]:
+    """The box around a rectangle that is turned by an angle, in radians, about its middle."""
+    sine, cosine = abs(math.sin(angle)), abs(math.cos(angle))
+    width, height = w * cosine + h * sine, w * sine + h * cosine
+    return [cx - width / 2, cy - height / 2, width, height]
+
+
+def around_ellipse(cx: float, cy: float, rx: float, ry: float, angle: float) -> list[float]:
+    """The box around an ellipse, given by its semi-axes and turned by an angle, in radians, about its middle."""
+    sine, cosine = math.sin(angle), math.cos(angle)
+    half_width, half_height = math.hypot(rx * cosine, ry * sine), math.hypot(rx * sine, ry * cosine)
+    return [cx - half_width, cy - half_height, 2 * half_width, 2 * half_height]
+
+
+def around_points(xs: Sequence[float], ys: Sequence[float]) -> list[float]:
+    """The box around points."""
+    return [min(xs), min(ys), max(xs) - min(xs), max(ys) - min(ys)]

@@ -10,13 +10,11 @@ boxes around them.
 import math
 import re
 import xml.etree.ElementTree as ET
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from cpvt_det.common.errors import DataError
-from cpvt_det.data.formats.format import Sections, make_sections, register_format
-from cpvt_det.data.formats.shapes import around_points, around_rotated
+from cpvt_det.data.formats.format import Sections, around_points, around_rotated, make_sections, register_format
 from cpvt_det.data.listing import Listing, files_below
 from cpvt_det.data.names import Names
 from cpvt_det.data.text import composed, ends_of, read_lines, read_xml
@@ -73,7 +71,12 @@ def read_voc(folder: Path, split: str) -> Sections:
     if not chosen:
         raise DataError(f"{folder}: split {split!r} has no images")
     images = [{"file_name": str(image_of[path])} if path in image_of else names.entry(written[path], path) for path in chosen]
-    ids, first = _classes(folder, trees.values()), _first(trees.values())
+    objects = [element for tree in trees.values() for element in tree.iter("object")]
+    listed = folder / "classes.txt"
+    classes = map(composed, read_lines(listed)) if listed.is_file() else sorted({_name(element) for element in objects} - {""})
+    ids = {name: number for number, name in enumerate(classes, start=1)}
+    starts = (element.findtext(f"bndbox/{side}") for element in objects for side in SIDES[:2])
+    first = 0 if any(_number(start) == 0 for start in starts) else 1  # the coordinate of the first pixel
     annotations: list[dict[str, Any]] = []
     difficult, swapped = [], []
     for image_id, (path, image) in enumerate(zip(chosen, images, strict=True), start=1):
@@ -101,24 +104,6 @@ def read_voc(folder: Path, split: str) -> Sections:
 def _name(element: ET.Element) -> str:
     """The class of an object."""
     return composed(element.findtext("name", "").strip())
-
-
-def _classes(folder: Path, trees: Iterable[ET.Element]) -> dict[str, int]:
-    """Class name -> category id, counted from 1 in the order of ``classes.txt``; without this file, in the order of the sorted
-    names in the XML files.
-    """
-    listed = folder / "classes.txt"
-    if listed.is_file():
-        names = map(composed, read_lines(listed))
-    else:
-        names = sorted({_name(element) for tree in trees for element in tree.iter("object")} - {""})
-    return {name: number for number, name in enumerate(names, start=1)}
-
-
-def _first(trees: Iterable[ET.Element]) -> int:
-    """The coordinate of the first pixel: 1, unless a box is at 0."""
-    starts = (element.findtext(f"bndbox/{side}") for tree in trees for element in tree.iter("object") for side in SIDES[:2])
-    return 0 if any(_number(start) == 0 for start in starts) else 1
 
 
 def _split(folder: Path, split: str, names: Names) -> list[Path]:

@@ -82,11 +82,6 @@ class YoloFile:
         return found
 
     @property
-    def splits(self) -> list[str]:
-        """The splits among ``train``, ``val`` and ``test`` whose images exist."""
-        return [split for split, missing in self.missing.items() if not missing]
-
-    @property
     def class_names(self) -> dict[int, str]:
         """The name of each class by its number."""
         names = self.content.get("names")
@@ -146,7 +141,7 @@ class YoloFile:
 @register_format(
     "yolo",
     matches=lambda path: find_yolo(path) is not None,
-    splits=lambda path: YoloFile(path).splits,
+    splits=lambda path: [split for split, missing in YoloFile(path).missing.items() if not missing],
     files=lambda path, split: YoloFile(path).files(split),
 )
 def read_yolo(path: Path, split: str) -> Sections:
@@ -195,9 +190,20 @@ def read_label_files(listing: Listing) -> Sections:
     Raises:
         DataError: a file that cannot be read; files with different class names.
     """
-    listed = _listed_names(listing)
+    files = [path for path in listing.files if path.name.lower() in NAME_FILES or path.suffix.lower() == ".names"]
+    for path in listing.with_suffix(".data"):  # darknet's
+        written = re.search(r"^\s*names\s*=\s*(.+?)\s*$", ends_of(path, 2**12), re.M)
+        named = Names(listing.files, listing).find(written[1], path) if written else None
+        files += [named] if named and named not in files else []
+    contents = [read_lines(path) for path in files]
+    other = next((number for number, names in enumerate(contents) if names != contents[0]), None)
+    if other is not None:
+        raise DataError(
+            f"{files[0]} and {files[other]} list different class names, or the same in a different order; keep the correct one"
+        )
+    classes = dict(enumerate(contents[0])) if contents and contents[0] else None
     images = [{"file_name": str(path)} for path in listing.images]
-    return _sections(images, Names(listing.images, listing), "", None, dict(enumerate(listed)) if listed else None)
+    return _sections(images, Names(listing.images, listing), "", None, classes)
 
 
 def _texts(listing: Listing) -> list[Path]:
@@ -259,7 +265,13 @@ def _parse(line: str, keypoints: int) -> dict[str, Any]:
     """Class and box of a line, or its fault. An ambiguous line also gets ``count``, which says how many numbers it has, and
     ``numbers``, the first six of them.
     """
-    said, number, *numbers = repr(line[:100]), *_numbers(line)
+    said = repr(line[:100])
+    # A comma is a separator or a decimal comma.
+    words = re.split(r"[\s,;]+", line) if "." in line else line.replace(",", ".").split()
+    try:
+        number, *numbers = [float(word) for word in words if word]
+    except ValueError:
+        number, numbers = math.nan, []
     if not all(map(math.isfinite, (number, *numbers))):
         return _fault("lines that are not numbers", f"{said}; expected {LINE}")
     if number % 1 or number < 0:
@@ -282,15 +294,6 @@ def _parse(line: str, keypoints: int) -> dict[str, Any]:
     xs, ys = numbers[0::2], numbers[1::2]
     centre = [(min(xs) + max(xs)) / 2, (min(ys) + max(ys)) / 2]
     return found | {"relative_cxcywh": [*centre, max(xs) - min(xs), max(ys) - min(ys)]}
-
-
-def _numbers(line: str) -> list[float]:
-    """The numbers of a line, or a single NaN if it has anything else. A comma is a separator or a decimal comma."""
-    words = re.split(r"[\s,;]+", line) if "." in line else line.replace(",", ".").split()
-    try:
-        return [float(word) for word in words if word]
-    except ValueError:
-        return [math.nan]
 
 
 def _fault(heading: str, detail: str) -> dict[str, Any]:
@@ -351,26 +354,6 @@ def _numbers_as_names(annotations: Sequence[dict[str, Any]]) -> dict[int, str]:
             f"correct the number, or list the names in {NAME_FILES[0]}, one per line"
         )
     return {number: str(number) for number in range(max(last["category_id"], 0) + 1)}
-
-
-def _listed_names(listing: Listing) -> list[str]:
-    """The class names from files that list them; empty if there is no such file.
-
-    Raises:
-        DataError: the files contradict each other.
-    """
-    files = [path for path in listing.files if path.name.lower() in NAME_FILES or path.suffix.lower() == ".names"]
-    for path in listing.with_suffix(".data"):  # darknet's
-        written = re.search(r"^\s*names\s*=\s*(.+?)\s*$", ends_of(path, 2**12), re.M)
-        named = Names(listing.files, listing).find(written[1], path) if written else None
-        files += [named] if named and named not in files else []
-    contents = [read_lines(path) for path in files]
-    other = next((number for number, names in enumerate(contents) if names != contents[0]), None)
-    if other is not None:
-        raise DataError(
-            f"{files[0]} and {files[other]} list different class names, or the same in a different order; keep the correct one"
-        )
-    return contents[0] if contents else []
 
 
 def _ends(place: str) -> list[Path]:

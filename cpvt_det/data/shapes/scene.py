@@ -184,7 +184,12 @@ def plan_scene(spec: ShapesSpec, rng: np.random.Generator) -> Scene:
         start, end = shape.box[:2], shape.box[2:]
         neighbours = [other.colour for other in shapes if (other.box[:2] < end).all() and (other.box[2:] > start).all()]
         middle = (start + end) / 2 / (width, height)
-        shape.colour = _pick_colour([backdrop.colour_at(*middle), *neighbours], rng)
+        # A random colour with enough contrast to these; if none of 30 has enough, the best of them.
+        avoid = np.stack([backdrop.colour_at(*middle), *neighbours])
+        colours = rng.uniform(0, 255, (30, 3))
+        # (30, 1, 3) - (n, 3) -> (30, n), weighted by the eye's sensitivity
+        distances = np.sqrt((((colours[:, None] - avoid) ** 2) * (0.7, 1.6, 0.7)).sum(-1))
+        shape.colour = colours[np.argmax(np.minimum(distances.min(1), MIN_CONTRAST))]
         shape.shading = rng.uniform(-0.12, 0.12, 2)
         shapes.append(shape)
     return Scene(width, height, backdrop, marks, shapes)
@@ -289,14 +294,6 @@ def _leaves_room(shape: Shape, others: Sequence[Shape], max_overlap: float) -> b
     overlaps = np.minimum(boxes[:, None, 2:], boxes[:, 2:]) - np.maximum(boxes[:, None, :2], boxes[:, :2])
     shared = np.prod(np.maximum(overlaps, 0), axis=2)  # (G, G), the areas themselves on the diagonal
     return bool((shared.sum(1) <= (1 + max_overlap) * np.diagonal(shared)).all())
-
-
-def _pick_colour(avoid: Sequence[np.ndarray], rng: np.random.Generator) -> np.ndarray:
-    """A random colour with enough contrast to the others; if none of 30 random colours has enough, the best of them."""
-    colours = rng.uniform(0, 255, (30, 3))
-    # (30, 1, 3) - (n, 3) -> (30, n), weighted by the eye's sensitivity
-    distances = np.sqrt((((colours[:, None] - np.stack(avoid)) ** 2) * (0.7, 1.6, 0.7)).sum(-1))
-    return colours[np.argmax(np.minimum(distances.min(1), MIN_CONTRAST))]
 
 
 def paint_scene(scene: Scene, scale: float, rng: np.random.Generator) -> np.ndarray:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read and check all data sets of a run before its first iteration: their JSON, the headers of their images, and their classes.
 
-Entries of the JSON are checked in ``data/validation/rules.py``, and image files in ``data/images.py``.
+Entries of the JSON are checked in ``data/validation/rules.py``, and image files in ``data/images.py``. For image classification,
+each image must also have exactly one class, and each class must have an image in every split.
 """
 
 import itertools
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 from tqdm import tqdm
 
 from cpvt_det.common.class_names import require_same_classes
@@ -27,6 +29,8 @@ from cpvt_det.data.validation.rules import Fault
 PATIENCE = 30.0
 """Total seconds to wait for a data set whose mount or server does not answer."""
 NOT_TRIED = f"not tried, because no image could be read for {PATIENCE:.0f} seconds"
+SEVERAL = "images that do not have exactly one class"
+WITHOUT = "classes without an image"
 AT_ONCE = 4096  # images that wait for a thread
 
 
@@ -76,8 +80,14 @@ def look_at_images(records: Records, decode: bool, examples: float, part: range 
         if fault is not None:
             looked.faulty.append(image_id)
             looked.issues.add_fault(fault[0], f"image {image_id}: {fault[1]}")
-        else:
-            _note_conversions(f"image {image_id}: {path}", path, found, looked.issues)
+            continue
+        where = f"image {image_id}: {path}"
+        if found.orientation != 1:
+            looked.issues.add_info("images rotated according to EXIF; boxes are assumed to be in the rotated image", where)
+        if found.mode != "RGB":
+            looked.issues.add_info(f"images of mode {found.mode}, converted to RGB", where)
+        if not path.isascii() and is_file(path) and not os.path.exists(path):
+            looked.issues.add_info("file names found on the disk in another Unicode form", where)
     return looked
 
 
@@ -108,7 +118,7 @@ def check_data(
     look: LookAtImages = look_at_images,
     cache: Path | None = None,
 ) -> CheckedData:
-    """Read and check data sets.
+    """Read and check data sets: their entries, their images, that all have the same classes, and that every split has an object.
 
     Args:
         train, tests: files of each data set; a data set may be in both.
@@ -131,7 +141,16 @@ def check_data(
             dataset.leave_out(set(looked.faulty))
     data = CheckedData(*([read[one.name] for one in split if one.name in read] for split in (train, tests)), issues=[])
     data.issues = [*(dataset.issues for dataset in read.values()), together]
-    _compare(data, together)
+    for split in [data.train, *([test] for test in data.tests)]:
+        if split and not any(dataset.records.num_boxes.any() for dataset in split):
+            names = ", ".join(dataset.name for dataset in split)
+            together.add_error("splits without objects", f"{names}: no image has an object; are these the right annotations?")
+    first, *others = read.values() or [None]
+    for other in others:
+        try:
+            require_same_classes(first.classes, other.classes, f"data sets {first.name} and {other.name}")
+        except DataError as error:
+            together.add_error("classes", str(error))
     return data
 
 
@@ -161,24 +180,51 @@ def _fault(path: str, size: Sequence[int], header: Seen) -> Fault | None:
     return "images whose size differs from the annotations", detail
 
 
-def _note_conversions(where: str, path: str, header: ImageHeader, issues: Issues) -> None:
-    if header.orientation != 1:
-        issues.add_info("images rotated according to EXIF; boxes are assumed to be in the rotated image", where)
-    if header.mode != "RGB":
-        issues.add_info(f"images of mode {header.mode}, converted to RGB", where)
-    if not path.isascii() and is_file(path) and not os.path.exists(path):
-        issues.add_info("file names found on the disk in another Unicode form", where)
+class ClassDataset(CocoDataset):
+    """A data set whose images each have one class, the first label of the record."""
+
+    def describe(self) -> str:
+        """A summary in one line, for the log."""
+        found = "".join(f"; {heading}: {count}" for heading, count in sorted(self.issues.counts().items()))
+        return f"{self.name}: {len(self.records)} images of {len(self.classes)} classes{found}"
 
 
-def _compare(data: CheckedData, together: Issues) -> None:
-    """Check that all data sets have the same classes, and that every split has at least one object."""
-    for split in [data.train, *([test] for test in data.tests)]:
-        if split and not any(dataset.records.num_boxes.any() for dataset in split):
-            names = ", ".join(dataset.name for dataset in split)
-            together.add_error("splits without objects", f"{names}: no image has an object; are these the right annotations?")
-    first, *others = {dataset.name: dataset for dataset in (*data.train, *data.tests)}.values() or [None]
-    for other in others:
-        try:
-            require_same_classes(first.classes, other.classes, f"data sets {first.name} and {other.name}")
-        except DataError as error:
-            together.add_error("classes", str(error))
+def check_image_classes(data: CheckedData) -> CheckedData:
+    """Check data sets, and leave out images that do not have exactly one class.
+
+    Args:
+        data: data sets of any format; several boxes of one class count as one class.
+    """
+    made = {dataset.name: ClassDataset(**vars(dataset)) for dataset in (*data.train, *data.tests)}
+    for dataset in made.values():
+        _leave_out_several(dataset)
+        counts = count_images(dataset.records, len(dataset.classes))
+        for label in np.flatnonzero(counts == 0):
+            dataset.issues.add_fault(WITHOUT, f"class {dataset.classes.names[label]!r}")
+    train, tests = ([made[dataset.name] for dataset in split] for split in (data.train, data.tests))
+    return CheckedData(train, tests, data.issues)
+
+
+def count_images(records: Records, number: int) -> np.ndarray:
+    """(number,) int64, number of images of each class; every image must have one class."""
+    counts = np.zeros(number, dtype=np.int64)
+    for block in records.blocks():
+        image_of, _, labels = block.boxes_to_learn()
+        counts += np.bincount(labels[np.unique(image_of, return_index=True)[1]], minlength=number)
+    return counts
+
+
+def _leave_out_several(dataset: ClassDataset) -> None:
+    """Leave out the images that do not have exactly one class."""
+    several = []
+    for block in dataset.records.blocks():
+        image_of, _, labels = block.boxes_to_learn()
+        number = labels.max(initial=0) + 1
+        classes = np.unique(image_of * number + labels) // number  # each image once for each of its classes
+        for index in np.flatnonzero(np.bincount(classes, minlength=len(block)) != 1).tolist():
+            record = block[index]
+            names = [dataset.classes.names[label] for label in np.unique(record.labels)]
+            where = f"image {record.image_id} ({record.file_name}): {', '.join(names) or 'none'}"
+            dataset.issues.add_fault(SEVERAL, where)
+            several.append(record.image_id)
+    dataset.leave_out(several)

@@ -11,8 +11,7 @@ from fvcore.common.config import CfgNode
 from cpvt_det import builders
 from cpvt_det.data.coco import CocoDataset
 from cpvt_det.data.records import Records, join
-from cpvt_det.data.validation.check import CheckedData
-from cpvt_det.data.validation.image_classes import count_images
+from cpvt_det.data.validation.check import CheckedData, count_images
 from cpvt_det.data.validation.issues import EXAMPLES
 from cpvt_det.training.tasks.task import TASK_REGISTRY, Results, Task, flatten, place_of
 
