@@ -25,7 +25,7 @@ from cpvt_det.checkpoint.files import write_checkpoint
 from cpvt_det.cli import common_options, report_errors
 from cpvt_det.cli import main as cpvt_det
 from cpvt_det.config import load_cfg
-from cpvt_det.export.programs import FORMATS
+from cpvt_det.export.program import FORMATS
 
 ENCODINGS = {"DETR": ("none", "sine", "learned", "peg"), "Deformable-DETR": ("none", "sine_offset", "learned", "peg")}
 SMALL = {"DETR": "quickstart/detr_peg.yaml", "Deformable-DETR": "quickstart/deformable_peg.yaml"}

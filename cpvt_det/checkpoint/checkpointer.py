@@ -6,28 +6,22 @@ node is ours. Data order and random state are not saved: both follow from the se
 """
 
 import logging
-from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fvcore.common.checkpoint import Checkpointer
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
-from cpvt_det.checkpoint.best import BestSoFar
-from cpvt_det.checkpoint.files import (
-    not_finite,
-    read_checkpoint,
-    remove_checkpoint,
-    write_checkpoint,
-    write_line,
-)
+from cpvt_det.checkpoint.files import checksum_of, not_finite, read_checkpoint, write_checkpoint, write_line
 from cpvt_det.checkpoint.resume import (
     NUMBERED,
+    RUN_ID,
     TAG,
     checkpoints_of,
     choose_of_run,
     choose_to_resume,
-    name_run,
     run_id_of,
     wait_for,
 )
@@ -37,17 +31,81 @@ from cpvt_det.common.errors import BadInputError, RunStoppedError, WeightsError
 from cpvt_det.common.files import remove_unfinished
 from cpvt_det.config import changed_keys
 from cpvt_det.evaluation.thresholds import Thresholds
-from cpvt_det.solver.ema import MovingAverage
-from cpvt_det.solver.step import TrainStep
 
 logger = logging.getLogger("cpvt_det")
 BEST = "model_best"
 
 
+@dataclass
+class BestSoFar:
+    """The state that decides on ``model_best.pth`` and on early stopping; it is part of the node ``cpvt_det`` of a checkpoint.
+
+    A resumed run may repeat evaluations. It repeats the evaluation at its checkpoint's iteration, because the checkpoint is written
+    before that evaluation. If ``model_best.pth`` is newer than the checkpoint, it also repeats the evaluations up to that
+    iteration. Repeated evaluations are not counted again.
+
+    Attributes:
+        name: name of the metric that decides, such as ``bbox/AP``; higher is better.
+        test: name of the test set that the metric is measured on, which is the first test set.
+        figure: highest value of the metric so far; ``None`` before the first evaluation.
+        iteration: iteration of that evaluation.
+        waited: number of evaluations since then, none of which had a higher value.
+        counted: last iteration whose evaluation is in ``waited``.
+    """
+
+    name: str = ""
+    test: str = ""
+    figure: float | None = None
+    iteration: int = -1
+    waited: int = 0
+    counted: int = -1
+
+    def take(self, figure: float, iteration: int) -> bool:
+        """Take the metric of an evaluation, and return whether it is the highest so far. NaN, the result on a test set without
+        objects, never counts as the highest."""
+        better = figure == figure and (self.figure is None or figure > self.figure)
+        if better:
+            self.figure, self.iteration = figure, iteration
+        if iteration <= self.iteration:
+            self.waited = 0
+        elif iteration > self.counted:
+            self.waited += 1
+        self.counted = max(self.counted, iteration)
+        return better
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state; older checkpoints contain only ``best``."""
+        return {
+            "best": self.figure,
+            "best_figure": self.name,
+            "best_test": self.test,
+            "best_iteration": self.iteration,
+            "evaluations_waited": self.waited,
+            "last_evaluation": self.counted,
+        }
+
+    def compares_with(self, state: dict[str, Any]) -> bool:
+        """Whether the run that saved this state used the same metric on the same test set. A name that is missing, as in older
+        checkpoints or in runs without evaluations, is not compared."""
+        same_test = not self.test or state.get("best_test", self.test) == self.test
+        return state.get("best_figure", self.name) == self.name and same_test
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the state of a run, or reset it if that run used a different metric or test set, because its values cannot be
+        compared."""
+        if not self.compares_with(state):
+            self.__init__(self.name, self.test)
+            return
+        self.figure = state["best"]
+        self.iteration = state.get("best_iteration", -1)
+        self.waited, self.counted = state.get("evaluations_waited", 0), state.get("last_evaluation", -1)
+
+
+@dataclass
 class RunState:
     """The node ``cpvt_det`` of a checkpoint.
 
-    Args:
+    Attributes:
         classes: classes that the labels stand for.
         config: the run's config as YAML.
         seed: seed of the run.
@@ -55,30 +113,18 @@ class RunState:
         data: description of the training data, from :func:`cpvt_det.data.coco.describe_records`.
         ema: moving average of the weights; ``None`` if the run has none.
         best: the best evaluation so far, with the metric and the test set that define "best".
-
-    Attributes:
         thresholds: score thresholds of the last evaluation; ``None`` before the first evaluation, and for a task without
             thresholds.
     """
 
-    def __init__(
-        self,
-        classes: Classes,
-        config: str,
-        seed: int,
-        run_id: str,
-        data: dict[str, Any],
-        ema: MovingAverage | None = None,
-        best: BestSoFar | None = None,
-    ):
-        self.classes = classes
-        self.config = config
-        self.seed = seed
-        self.run_id = run_id
-        self.data = data
-        self.ema = ema
-        self.best = best or BestSoFar()
-        self.thresholds: Thresholds | None = None
+    classes: Classes
+    config: str
+    seed: int
+    run_id: str
+    data: dict[str, Any]
+    ema: AveragedModel | None = None
+    best: BestSoFar = field(default_factory=BestSoFar)
+    thresholds: Thresholds | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """The state as plain values and tensors, which load with ``weights_only=True``."""
@@ -123,16 +169,7 @@ class RunState:
                 before["images"],
                 self.data["images"],
             )
-        self._compare_processes(state.get("processes"))
-        self.seed, self.run_id = state["seed"], run_id_of({"cpvt_det": state})
-        self.best.load_state_dict(state)
-        self.thresholds = state.get("thresholds") and Thresholds.from_state_dict(state["thresholds"], len(names))
-        if self.ema is not None and state["ema"] is not None:
-            self.ema.load_state_dict(state["ema"])
-
-    def _compare_processes(self, before: int | None) -> None:
-        """Log what changes if the number of processes has changed; older checkpoints do not contain that number."""
-        now = distributed.world_size()
+        before, now = state.get("processes"), distributed.world_size()
         if before not in (None, now):
             logger.warning(
                 "The run to resume used %d process(es), and there are now %d: batches and their order stay the same, but sums are "
@@ -141,16 +178,21 @@ class RunState:
                 before,
                 now,
             )
+        self.seed, self.run_id = state["seed"], run_id_of({"cpvt_det": state})
+        self.best.load_state_dict(state)
+        self.thresholds = state.get("thresholds") and Thresholds.from_state_dict(state["thresholds"], len(names))
+        if self.ema is not None and state["ema"] is not None:
+            self.ema.load_state_dict(state["ema"])
 
 
 class TrainerState:
     """The node ``trainer`` of a checkpoint of the built-in runner.
 
     Args:
-        step: training step, which holds optimiser and gradient scaler.
+        step: training step, whose state is that of optimiser and gradient scaler.
     """
 
-    def __init__(self, step: TrainStep):
+    def __init__(self, step: Any):
         self.step = step
         self.iteration = -1
 
@@ -200,8 +242,12 @@ class RunCheckpointer(Checkpointer):
         write_checkpoint({**content, "iteration": iteration}, folder / f"{name}.pth")
         if name != BEST:
             self.tag_last_checkpoint(f"{name}.pth")
-            for path in _numbered(folder, up_to=iteration)[self.keep :]:
-                remove_checkpoint(path)
+            matches = (NUMBERED.match(path.stem) for path in folder.glob("model_*.pth"))
+            paths = {int(match[1]): folder / f"{match[0]}.pth" for match in matches if match}
+            # Checkpoints with higher numbers belong to an earlier run and must not be removed.
+            for number in sorted((number for number in paths if number <= iteration), reverse=True)[self.keep :]:
+                for file in (checksum_of(paths[number]), paths[number]):
+                    file.unlink(missing_ok=True)
 
     def tag_last_checkpoint(self, last_filename_basename: str) -> None:
         """Write ``last_checkpoint``, completely or not at all."""
@@ -230,7 +276,7 @@ class RunCheckpointer(Checkpointer):
         if chosen is not None:
             self._take(*chosen)
         if self.save_to_disk:
-            name_run(self.save_dir, state.run_id)
+            write_line(state.run_id, Path(self.save_dir) / RUN_ID)  # the folder belongs to this run from now on
         return 0 if chosen is None else chosen[1]["iteration"] + 1
 
     def _choose(self) -> tuple[Path, dict[str, Any]] | None:
@@ -287,8 +333,15 @@ class RunCheckpointer(Checkpointer):
 
     def _best_of(self, state: RunState) -> tuple[float | None, int]:
         """Metric and iteration of the best evaluation; ``None`` and -1 if there is no comparable evaluation."""
-        best = self._read_best()
-        if best is None or run_id_of(best) != state.run_id:
+        path = Path(self.save_dir) / f"{BEST}.pth"
+        if not path.is_file():
+            return None, -1
+        try:
+            best = read_checkpoint(path)
+        except WeightsError as error:
+            logger.warning("The best checkpoint cannot be read; the next evaluation writes a new one: %s", error)
+            return None, -1
+        if run_id_of(best) != state.run_id:
             return None, -1
         node, now = best["cpvt_det"], state.best
         if not now.compares_with(node):
@@ -302,22 +355,3 @@ class RunCheckpointer(Checkpointer):
             )
             return None, -1
         return node["best"], node.get("best_iteration", best["iteration"])
-
-    def _read_best(self) -> dict[str, Any] | None:
-        path = Path(self.save_dir) / f"{BEST}.pth"
-        if not path.is_file():
-            return None
-        try:
-            return read_checkpoint(path)
-        except WeightsError as error:
-            logger.warning("The best checkpoint cannot be read; the next evaluation writes a new one: %s", error)
-            return None
-
-
-def _numbered(folder: Path, up_to: int) -> list[Path]:
-    """Numbered checkpoints up to an iteration, highest first. Checkpoints with higher numbers belong to an earlier run and must not
-    be removed."""
-    found: Iterator[tuple[int, Path]] = (
-        (int(match[1]), path) for path in folder.glob("model_*.pth") if (match := NUMBERED.match(path.stem))
-    )
-    return [path for number, path in sorted(found, reverse=True) if number <= up_to]

@@ -4,7 +4,7 @@ q, k and v, and sort the heads."""
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -46,14 +46,12 @@ class Conversion:
     convert: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] | None = None
     has_own_heads: bool = False
 
-    def is_source_of(self, names: Iterable[str]) -> bool:
+    def is_source_of(self, names: Collection[str]) -> bool:
         """Whether these are names of this source."""
-        names = list(names)
         found = any(re.search(self.marker, name) for name in names)
         return found and not (self.absent and any(re.search(self.absent, name) for name in names))
 
 
-_STAGES = range(4)
 # transformers 4 and 5: layers of both detectors, with timm's ResNet (which has torchvision's names) or its own
 _HF_LAYERS: Renames = (
     (r"^model\.backbone\.(conv_encoder\.)?model\.", "backbone.body."),
@@ -69,7 +67,7 @@ _HF_LAYERS: Renames = (
 _DETECTRON2_RESNET: Renames = (
     (r"^backbone\.stem\.conv1\.norm\.", "backbone.body.bn1."),
     (r"^backbone\.stem\.conv1\.", "backbone.body.conv1."),
-    *((rf"^backbone\.res{n + 2}\.", f"backbone.body.layer{n + 1}.") for n in _STAGES),
+    *((rf"^backbone\.res{n + 2}\.", f"backbone.body.layer{n + 1}.") for n in range(4)),
     (r"^(backbone\.body\..*)\.conv([123])\.norm\.", r"\1.bn\2."),
     (r"^(backbone\.body\..*)\.shortcut\.norm\.", r"\1.downsample.1."),
     (r"^(backbone\.body\..*)\.shortcut\.", r"\1.downsample.0."),
@@ -95,10 +93,7 @@ CONVERSIONS: dict[str, Conversion] = {
     "facebook_detr": Conversion(
         marker=r"^backbone\.0\.body\.",
         absent=r"^transformer\.level_embed",
-        renames=(
-            (r"^backbone\.0\.body\.", "backbone.body."),
-            (r"^backbone\.1\.", "position."),
-        ),
+        renames=((r"^backbone\.0\.body\.", "backbone.body."), (r"^backbone\.1\.", "position.")),
     ),
     # DetrForObjectDetection of transformers
     "hf_detr": Conversion(
@@ -134,10 +129,8 @@ CONVERSIONS: dict[str, Conversion] = {
             *_DETECTRON2_RESNET,
             (r"^backbone\.(patch_embed|absolute_pos_embed|layers|norm\d)", r"backbone.body.\1"),
             (r"^position_embedding\.", "position."),
-            (r"^neck\.convs\.(\d+)\.conv\.", r"input_proj.\1.0."),
-            (r"^neck\.convs\.(\d+)\.norm\.", r"input_proj.\1.1."),
-            (r"^neck\.extra_convs\.(\d+)\.conv\.", r"input_proj.extra_\1.0."),
-            (r"^neck\.extra_convs\.(\d+)\.norm\.", r"input_proj.extra_\1.1."),
+            (r"^neck\.(extra_)?convs\.(\d+)\.conv\.", r"input_proj.\1\2.0."),
+            (r"^neck\.(extra_)?convs\.(\d+)\.norm\.", r"input_proj.\1\2.1."),
             (r"^query_embedding\.", "queries.query_embed."),
             (r"^transformer\.level_embeds$", "transformer.level_embed"),
             (rf"^transformer\.{_QUERIES}", r"queries.\1."),
@@ -155,10 +148,7 @@ CONVERSIONS: dict[str, Conversion] = {
     "rt_detr": Conversion(marker=r"^decoder\.enc_score_head\.", renames=real_time_names.AUTHORS, has_own_heads=True),
     # RTDetrForObjectDetection and RTDetrV2ForObjectDetection of transformers
     "hf_rt_detr": Conversion(
-        marker=r"^model\.enc_score_head\.",
-        absent=r"\.lqe_layers\.",
-        renames=real_time_names.TRANSFORMERS,
-        has_own_heads=True,
+        marker=r"^model\.enc_score_head\.", absent=r"\.lqe_layers\.", renames=real_time_names.TRANSFORMERS, has_own_heads=True
     ),
     # DFineForObjectDetection of transformers
     "hf_d_fine": Conversion(
@@ -234,10 +224,13 @@ def convert_state_dict(state_dict: Mapping[str, Tensor], source: str) -> dict[st
     if conversion.convert is not None:
         return conversion.convert(state_dict)
     renamed = _number_extra_levels(_fuse_projections(_rename_all(state_dict, conversion.renames)))
-    if conversion.has_own_heads:
-        return _cut_spare_labels(renamed)
-    refined = any(_HEAD_ALIAS.search(name) for name in state_dict)
-    return _cut_spare_labels(_sort_heads(renamed, refined, conversion.drops_shared))
+    if not conversion.has_own_heads:
+        refined = any(_HEAD_ALIAS.search(name) for name in state_dict)
+        renamed = _sort_heads(renamed, refined, conversion.drops_shared)
+    head, labels = "class_embed.0.weight", "queries.denoising.label_enc.weight"
+    if head in renamed and labels in renamed:  # DINO's code creates one vector more than there are classes and never uses it
+        renamed[labels] = renamed[labels][: len(renamed[head])]
+    return renamed
 
 
 def detect_source(state_dict: Mapping[str, Tensor]) -> str | None:
@@ -297,14 +290,6 @@ def _number_extra_levels(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
     of the backbone's maps."""
     first = 1 + max((int(match[1]) for match in map(_MAP_PROJECTION.match, state_dict) if match), default=-1)
     return {_EXTRA_LEVEL.sub(lambda match: str(first + int(match[1])), name): t for name, t in state_dict.items()}
-
-
-def _cut_spare_labels(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Cut off the spare class vector of DINO's code, which creates one vector more than there are classes and never uses it."""
-    head, labels = "class_embed.0.weight", "queries.denoising.label_enc.weight"
-    if head in state_dict and labels in state_dict:
-        return {**state_dict, labels: state_dict[labels][: len(state_dict[head])]}
-    return state_dict
 
 
 def _sort_heads(state_dict: dict[str, Tensor], refined: bool, complete: bool) -> dict[str, Tensor]:

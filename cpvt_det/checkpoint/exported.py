@@ -4,6 +4,7 @@
 import functools
 import json
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,13 +20,14 @@ from cpvt_det.checkpoint.weights import Weights
 from cpvt_det.common.class_names import Classes
 from cpvt_det.common.errors import ConfigError, MapSizeError, WeightsError, first_line
 from cpvt_det.common.structures import PaddedBatch
+from cpvt_det.config import flat_items
 from cpvt_det.evaluation.thresholds import Thresholds
 
 METADATA_KEY = "cpvt_det"
 """Key of the JSON metadata that is written with a program."""
 PACKAGES = {"onnx": "onnxruntime", "openvino": "openvino"}
-SET_LATER = ("DEVICE", "WEIGHTS", "WEIGHTS_SHA256", "NUM_CLASSES")
-"""Keys of ``MODEL`` and of its nodes that have no effect on a program once it is written."""
+FIXED = re.compile(r"TEST\.(DETECTIONS_PER_IMAGE|NMS)$|MODEL\.(?!(.*\.)?(DEVICE|WEIGHTS|WEIGHTS_SHA256|NUM_CLASSES)$)")
+"""Keys that cannot be changed once a program is written."""
 Run = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 
 
@@ -92,10 +94,7 @@ def is_exported(word: str | os.PathLike[str]) -> bool:
 
 
 def load_model(
-    path: str | os.PathLike[str],
-    device: str | torch.device | None = None,
-    config_file: str = "",
-    overrides: Sequence[str] = (),
+    path: str | os.PathLike[str], device: str | torch.device | None = None, config_file: str = "", overrides: Sequence[str] = ()
 ) -> Trained:
     """Load a model with :func:`cpvt_det.checkpoint.trained.load_trained`, or an exported program.
 
@@ -226,26 +225,16 @@ def _read(path: str | os.PathLike[str]) -> tuple[CfgNode, Weights, ExportedModel
 
 
 def _require_fitting(cfg: CfgNode, stored: CfgNode, origin: str) -> None:
-    """Refuse a config whose model differs from the program's or whose device is a GPU."""
-    of_test = _differing(stored.TEST, cfg.TEST, "TEST", ("DETECTIONS_PER_IMAGE", "NMS"))
-    differing = [*_differing(stored.MODEL, cfg.MODEL, "MODEL"), *of_test]
-    if differing:
-        raise ConfigError(
-            f"{origin} is an exported program, in which {differing[0]} is fixed; leave this key unchanged, or set it when you run "
-            "cpvt-det export"
-        )
+    """Refuse a config whose model differs from the program's or whose device is a GPU. Keys that only one of the configs has are
+    ignored."""
+    written, used = dict(flat_items(stored)), dict(flat_items(cfg))
+    for key in sorted(written.keys() & used.keys()):
+        before, now = (list(value) if isinstance(value, tuple) else value for value in (written[key], used[key]))
+        if FIXED.match(key) and before != now:
+            raise ConfigError(
+                f"{origin} is an exported program, in which {key} is fixed; leave this key unchanged, or set it when you run "
+                "cpvt-det export"
+            )
     if cfg.MODEL.DEVICE != "auto" and build_device(cfg).type != "cpu":
         raise ConfigError(f"{origin} is an exported program, which runs on the CPU here; leave out the device, or set it to cpu")
     cfg.MODEL.DEVICE = "auto"
-
-
-def _differing(stored: CfgNode, used: CfgNode, name: str, keys: Sequence[str] = ()) -> list[str]:
-    """Names of keys whose values differ. Keys that only one of the configs has are ignored."""
-    found = []
-    for key in keys or (set(stored) & set(used)) - set(SET_LATER):
-        mine, other = stored[key], used[key]
-        if isinstance(mine, CfgNode):
-            found += _differing(mine, other, f"{name}.{key}")
-        elif (list(mine) != list(other)) if isinstance(mine, list | tuple) else mine != other:
-            found.append(f"{name}.{key}")
-    return sorted(found)

@@ -109,9 +109,10 @@ def fetch(start: Start) -> Path:
         except Exception as error:  # those of two HTTP clients, of the file system and of a check have no common base
             reasons.append(f"{place.url}: {first_line(error)}")
     first = start.places[0]
+    size = f"{first.megabytes} MB" if first.megabytes else "size unknown"
     raise WeightsError(
-        f"cannot fetch {'; '.join(reasons)}. Without a network, download {first.url} ({first.described}) on another machine and "
-        f"put it at {path_of(start, first)}; the environment variable {HOME} sets another folder"
+        f"cannot fetch {'; '.join(reasons)}. Without a network, download {first.url} ({size}, SHA-256 {first.sha256 or 'unknown'}) "
+        f"on another machine and put it at {path_of(start, first)}; the environment variable {HOME} sets another folder"
     )
 
 

@@ -201,12 +201,6 @@ def write_line(text: str, path: Path) -> None:
         raise RunStoppedError(f"cannot write {path}: {_why_unwritten(error)}") from error
 
 
-def remove_checkpoint(path: Path) -> None:
-    """Remove a file and its checksum."""
-    for file in (checksum_of(path), path):
-        file.unlink(missing_ok=True)
-
-
 def _allowed_globals() -> list[Any]:
     """Types that the restricted unpickler may build besides torch's own. Functions of numpy are also listed under numpy 1's module
     name."""

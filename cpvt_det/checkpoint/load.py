@@ -122,19 +122,17 @@ def load_weights(
     shared = {name: tensor for name, tensor in read.state_dict.items() if name in own}
     meaning = _meaning_of_proposals(model, read)
     fitted = {name: _fit(name, tensor, own[name], read, rows, meaning) for name, tensor in shared.items()}
-    chosen = {name: tensor for name, tensor in fitted.items() if tensor is not None}
+    chosen = {name: value for name, value in fitted.items() if isinstance(value, Tensor)}
     if not any(CLASS_HEAD.search(name) for name in chosen):
         rows = dict.fromkeys(rows)
     unexpected = _without_counters([name for name in read.state_dict if name not in own])
     report = WeightsReport(
         loaded=list(chosen),
-        remade={name: _why_remade(name, tensor, own[name], meaning) for name, tensor in shared.items() if name not in chosen},
+        remade={name: value for name, value in fitted.items() if isinstance(value, str)},
         missing=_without_counters([name for name in own if name not in shared]),
         unexpected=[name for name in unexpected if not DENOISING_LABELS.search(name)],
         rows_by_name=rows,
-        near_names=nearly_named(
-            [name for name, row in rows.items() if row is None], () if read.classes is None else read.classes.names
-        ),
+        near_names=nearly_named([name for name, row in rows.items() if row is None], read.classes.names if rows else ()),
         first_row_only=[
             name
             for name in chosen
@@ -234,27 +232,23 @@ def _meaning_of_proposals(model: nn.Module, read: Weights) -> str:
 
 def _fit(
     name: str, tensor: Tensor, own: Tensor, read: Weights, rows_by_name: Mapping[str, int | None], meaning: str
-) -> Tensor | None:
-    """The new value of the model's tensor ``own``; ``None`` if it must keep its value.
+) -> Tensor | str:
+    """The new value of the model's tensor ``own``, or the reason why it must keep its value.
 
     If weights and model have different classes, the shapes (K', ...) of the weights' heads and (K'', ...) of the model's heads
     differ. The result is then a copy of ``own`` into which the rows that were found are copied.
     """
     of_proposals = PROPOSALS_HEAD.search(name)
     if of_proposals and meaning == "both":
-        return None
+        return "the rows are classes in only one of weights and model; in the other, row 0 means an object"
     if of_proposals and meaning == "objects" and tensor.shape[1:] == own.shape[1:] and (rows_by_name or len(tensor) != len(own)):
         return torch.cat((tensor[:1].to(own), own[1:]))
     has_classes = CLASS_HEAD.search(name) or DENOISING_LABELS.search(name) or of_proposals
-    if not rows_by_name or not has_classes:
-        return tensor if tensor.shape == own.shape else None
-    return _pick_rows(tensor, own, read, rows_by_name)
-
-
-def _why_remade(name: str, tensor: Tensor, own: Tensor, meaning: str) -> str:
-    if PROPOSALS_HEAD.search(name) and meaning == "both":
-        return "the rows are classes in only one of weights and model; in the other, row 0 means an object"
-    return f"{_shape(tensor)} in the weights, {_shape(own)} in the model"
+    if rows_by_name and has_classes:
+        value = _pick_rows(tensor, own, read, rows_by_name)
+    else:
+        value = tensor if tensor.shape == own.shape else None
+    return f"{tuple(tensor.shape)} in the weights, {tuple(own.shape)} in the model" if value is None else value
 
 
 def _pick_rows(tensor: Tensor, own: Tensor, read: Weights, rows_by_name: Mapping[str, int | None]) -> Tensor | None:
@@ -275,10 +269,6 @@ def _pick_rows(tensor: Tensor, own: Tensor, read: Weights, rows_by_name: Mapping
 def _without_counters(names: list[str]) -> list[str]:
     """Names, excluding batch-norm counters, which do not affect any result."""
     return [name for name in names if not name.endswith("num_batches_tracked")]
-
-
-def _shape(tensor: Tensor) -> str:
-    return str(tuple(tensor.shape))
 
 
 def _grouped(named: Any) -> list[tuple[str, str]]:

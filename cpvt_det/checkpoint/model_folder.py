@@ -22,11 +22,7 @@ CONFIG, WEIGHTS, CLASSES, THRESHOLDS = "config.yaml", "model.safetensors", "clas
 
 
 def save_model(
-    folder: str | Path,
-    state_dict: Mapping[str, Tensor],
-    classes: Classes,
-    config: str,
-    thresholds: Thresholds | None = None,
+    folder: str | Path, state_dict: Mapping[str, Tensor], classes: Classes, config: str, thresholds: Thresholds | None = None
 ) -> None:
     """Write a model folder. If config, weights or classes cannot be written, the old files stay.
 

@@ -79,10 +79,6 @@ class _Maker:
         raise WeightsError(f"refused, because it sets the attribute {name!r} of a function")
 
 
-def _no_bytes() -> bytes:
-    return b""
-
-
 class _Unpickler(pickle.Unpickler):
     def __init__(self, file: BinaryIO, size: int):
         super().__init__(file, encoding="latin1")
@@ -93,7 +89,7 @@ class _Unpickler(pickle.Unpickler):
             ("numpy", "dtype"): _Dtype,
             ("collections", "OrderedDict"): self._dict_of,
             ("_codecs", "encode"): self._bytes_of,
-            ("__builtin__", "bytes"): _no_bytes,  # before protocol 3
+            ("__builtin__", "bytes"): lambda: b"",  # before protocol 3
         }
         for core in ("numpy.core", "numpy._core"):
             self._makers[f"{core}.multiarray", "_reconstruct"] = _Array
@@ -135,16 +131,11 @@ def read_pickle(path: Path) -> Any:
     """
     size = path.stat().st_size
     with path.open("rb") as file:
-        _look_through(file, size)
+        for operation, argument, _ in pickletools.genops(file):  # Python reserves slots up to the largest index in the file
+            if operation.name in ASKING and argument > size:
+                raise WeightsError(f"refused, because it asks for {TOO_LITTLE}: {argument} {ASKING[operation.name]}")
         file.seek(0)
         return _Plain(size).of(_Unpickler(file, size).load())
-
-
-def _look_through(file: BinaryIO, size: int) -> None:
-    """Refuse a pickle that would allocate far more than the file's size: Python reserves slots up to the largest index in it."""
-    for operation, argument, _ in pickletools.genops(file):
-        if operation.name in ASKING and argument > size:
-            raise WeightsError(f"refused, because it asks for {TOO_LITTLE}: {argument} {ASKING[operation.name]}")
 
 
 class _Plain:

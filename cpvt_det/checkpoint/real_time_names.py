@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names of RT-DETR's, RT-DETRv2's and D-FINE's weights: the authors' code and transformers -> ours."""
 
-_STAGES = range(4)
 NOT_WEIGHTS = r"\.(num|n)_points_scale$|^transformer\.decoder\.(anchors|valid_mask)$"
 """Constants that the files store with the weights; our modules compute them where they are needed."""
 
@@ -16,19 +15,15 @@ _QUERIES = (
 # The authors' names; D-FINE's backbone already has timm's.
 AUTHORS = (
     *_QUERIES,
-    (r"^backbone\.conv1\.conv1_1\.conv\.", "backbone.body.conv1.0."),
-    (r"^backbone\.conv1\.conv1_1\.norm\.", "backbone.body.conv1.1."),
-    (r"^backbone\.conv1\.conv1_2\.conv\.", "backbone.body.conv1.3."),
-    (r"^backbone\.conv1\.conv1_2\.norm\.", "backbone.body.conv1.4."),
-    (r"^backbone\.conv1\.conv1_3\.conv\.", "backbone.body.conv1.6."),
+    *((rf"^backbone\.conv1\.conv1_{n + 1}\.conv\.", f"backbone.body.conv1.{3 * n}.") for n in range(3)),
+    *((rf"^backbone\.conv1\.conv1_{n + 1}\.norm\.", f"backbone.body.conv1.{3 * n + 1}.") for n in range(2)),
     (r"^backbone\.conv1\.conv1_3\.norm\.", "backbone.body.bn1."),
-    *((rf"^backbone\.res_layers\.{n}\.blocks\.", f"backbone.body.layer{n + 1}.") for n in _STAGES),
+    *((rf"^backbone\.res_layers\.{n}\.blocks\.", f"backbone.body.layer{n + 1}.") for n in range(4)),
     *((rf"\.branch2{letter}\.conv\.", f".conv{n + 1}.") for n, letter in enumerate("abc")),
     *((rf"\.branch2{letter}\.norm\.", f".bn{n + 1}.") for n, letter in enumerate("abc")),
     (r"\.short\.conv\.conv\.", ".downsample.0.1."),
-    (r"\.short\.conv\.norm\.", ".downsample.1."),
+    (r"\.short\.(conv\.)?norm\.", ".downsample.1."),
     (r"\.short\.conv\.", ".downsample.0."),
-    (r"\.short\.norm\.", ".downsample.1."),
     (r"^backbone\.(stem|stages)\.", r"backbone.body.\1."),
     (r"^encoder\.input_proj\.", "input_proj."),
     (r"^decoder\.input_proj\.", "transformer.encoder.output_proj."),
@@ -47,7 +42,7 @@ AUTHORS = (
 HF_RESNET = (
     (r"\.body\.embedder\.embedder\.convolution\.", ".body.conv1."),
     (r"\.body\.embedder\.embedder\.normalization\.", ".body.bn1."),
-    *((rf"\.body\.encoder\.stages\.{n}\.layers\.", f".body.layer{n + 1}.") for n in _STAGES),
+    *((rf"\.body\.encoder\.stages\.{n}\.layers\.", f".body.layer{n + 1}.") for n in range(4)),
     *((rf"\.layer\.{n}\.convolution\.", f".conv{n + 1}.") for n in range(3)),
     *((rf"\.layer\.{n}\.normalization\.", f".bn{n + 1}.") for n in range(3)),
     (r"\.shortcut\.convolution\.", ".downsample.0."),
@@ -87,11 +82,10 @@ TRANSFORMERS = (
 )
 TRANSFORMERS_DFINE = (
     *TRANSFORMERS,
-    (r"(_blocks\.\d+)\.conv1\.", r"\1.cv1."),
+    (r"(_blocks\.\d+)\.conv([14])\.", r"\1.cv\2."),
     (r"(_blocks\.\d+)\.csp_rep1\.", r"\1.cv2.0."),
     (r"(_blocks\.\d+)\.conv2\.", r"\1.cv2.1."),
     (r"(_blocks\.\d+)\.csp_rep2\.", r"\1.cv3.0."),
     (r"(_blocks\.\d+)\.conv3\.", r"\1.cv3.1."),
-    (r"(_blocks\.\d+)\.conv4\.", r"\1.cv4."),
     (r"(downsample_convs\.\d+)\.conv([12])\.", r"\1.cv\2."),
 )

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cpvt_det.checkpoint.files import read_checkpoint, write_line
+from cpvt_det.checkpoint.files import read_checkpoint
 from cpvt_det.common.errors import WeightsError
 
 logger = logging.getLogger("cpvt_det")
@@ -73,13 +73,10 @@ def choose_to_resume(folder: str | Path) -> tuple[Path, dict[str, Any]]:
     if not checkpoints_of(folder):
         raise WeightsError(f"there is nothing to resume in {folder}: it contains no checkpoint model_*.pth; check OUTPUT_DIR")
     candidates, skipped = _look(folder)
-    named = _named_run(folder, candidates)
-
-    def order(one: Candidate) -> tuple:
-        is_named = one.run_id == named
-        return is_named, one.iteration if is_named else 0, one.is_tagged, one.written
-
-    chosen = _first_whole(sorted(candidates, key=order, reverse=True), skipped)
+    named = named_run(folder)
+    if not named and candidates:  # then it is the run of the tagged checkpoint, or else of the newest one
+        named = max(candidates, key=lambda one: (one.is_tagged, one.written)).run_id
+    chosen = _first_whole(candidates, named, skipped)
     for why in skipped.values():
         logger.warning("Skipped a checkpoint: %s", why)
     if chosen is None:
@@ -96,7 +93,7 @@ def choose_to_resume(folder: str | Path) -> tuple[Path, dict[str, Any]]:
 def choose_of_run(folder: str | Path, run_id: str) -> tuple[Path, dict[str, Any]] | None:
     """The undamaged checkpoint with the highest iteration of one run, and its content; ``None`` if there is none."""
     candidates = [one for one in _look(Path(folder))[0] if one.run_id == run_id]
-    return _first_whole(sorted(candidates, key=lambda one: (one.iteration, one.is_tagged, one.written), reverse=True), {})
+    return _first_whole(candidates, run_id, {})
 
 
 def wait_for(path: Path) -> tuple[Path, dict[str, Any]]:
@@ -113,11 +110,6 @@ def wait_for(path: Path) -> tuple[Path, dict[str, Any]]:
             f"process 0 resumes from {path}, which is not on this machine; set OUTPUT_DIR to a folder that all machines share"
         )
     return path, read_checkpoint(path)
-
-
-def name_run(folder: str | Path, run_id: str) -> None:
-    """Record the run that a folder belongs to from now on."""
-    write_line(run_id, Path(folder) / RUN_ID)
 
 
 def named_run(folder: str | Path) -> str:
@@ -142,24 +134,20 @@ def _look(folder: Path) -> tuple[list[Candidate], dict[str, str]]:
         except WeightsError as error:
             skipped[path.name] = str(error)
             continue
-        iteration = content.get("iteration") if isinstance(content, dict) else None
-        number = iteration if isinstance(iteration, int) else -1
-        run_id = run_id_of(content) if isinstance(content, dict) else ""
-        candidates.append(Candidate(path, run_id, number, path.name == tagged, path.stat().st_mtime_ns))
+        content = content if isinstance(content, dict) else {}
+        iteration = content.get("iteration") if isinstance(content.get("iteration"), int) else -1
+        candidates.append(Candidate(path, run_id_of(content), iteration, path.name == tagged, path.stat().st_mtime_ns))
     return candidates, skipped
 
 
-def _named_run(folder: Path, candidates: list[Candidate]) -> str:
-    """The run that the folder belongs to. Its file ``run_id`` names the run; without this file it is the run of the tagged
-    checkpoint, or else of the newest one."""
-    if (folder / RUN_ID).is_file():
-        return named_run(folder)
-    newest = max(candidates, key=lambda one: (one.is_tagged, one.written), default=None)
-    return "" if newest is None else newest.run_id
-
-
-def _first_whole(candidates: list[Candidate], skipped: dict[str, str]) -> tuple[Path, dict[str, Any]] | None:
-    for one in candidates:
+def _first_whole(candidates: list[Candidate], run_id: str, skipped: dict[str, str]) -> tuple[Path, dict[str, Any]] | None:
+    """The best undamaged checkpoint and its content: that of the run with the highest iteration, or else the newest of another
+    run. Damaged ones are added to ``skipped``."""
+    of_run = [one for one in candidates if one.run_id == run_id]
+    others = [one for one in candidates if one.run_id != run_id]
+    of_run.sort(key=lambda one: (one.iteration, one.is_tagged, one.written), reverse=True)
+    others.sort(key=lambda one: (one.is_tagged, one.written), reverse=True)
+    for one in of_run + others:
         try:
             return one.path, read_checkpoint(one.path)
         except WeightsError as error:

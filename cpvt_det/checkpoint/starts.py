@@ -52,11 +52,6 @@ class Place:
         endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
         return self.where if self.hub is None else "{}/{}/resolve/{}/{}".format(endpoint, *self.hub)
 
-    @property
-    def described(self) -> str:
-        """Size and hash of the file, as far as they are known."""
-        return f"{f'{self.megabytes} MB' if self.megabytes else 'size unknown'}, SHA-256 {self.sha256 or 'unknown'}"
-
 
 @dataclass(frozen=True)
 class Start:

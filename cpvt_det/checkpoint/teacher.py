@@ -36,8 +36,7 @@ def load_teacher(cfg: CfgNode, classes: Classes) -> Teacher:
     """
     name, device = cfg.MODEL.CLASSIFIER.TEACHER, build_device(cfg)
     if name.startswith("timm/"):
-        size = cfg.INPUT.CLASSIFY.SIZE
-        return _timm_teacher(name.removeprefix("timm/"), cfg.MODEL.CLASSIFIER.TEACHER_WEIGHTS, len(classes), size, device)
+        return _timm_teacher(cfg, len(classes), device)
     trained = load_trained(name, str(device))
     if not isinstance(trained.detector, Classifier):
         raise WeightsError(f"MODEL.CLASSIFIER.TEACHER {name} is not a classifier but a {type(trained.detector).__name__}")
@@ -55,7 +54,9 @@ def load_teacher(cfg: CfgNode, classes: Classes) -> Teacher:
     return teach
 
 
-def _timm_teacher(name: str, weights: str, num_classes: int, size: int, device: torch.device) -> Teacher:
+def _timm_teacher(cfg: CfgNode, num_classes: int, device: torch.device) -> Teacher:
+    weights, size = cfg.MODEL.CLASSIFIER.TEACHER_WEIGHTS, cfg.INPUT.CLASSIFY.SIZE
+    name = cfg.MODEL.CLASSIFIER.TEACHER.removeprefix("timm/")
     try:
         import timm
     except ImportError as error:
@@ -66,7 +67,9 @@ def _timm_teacher(name: str, weights: str, num_classes: int, size: int, device: 
         model: nn.Module = timm.create_model(name, pretrained=weights == "DEFAULT")
         if weights != "DEFAULT":
             found = state_dict_of(read_checkpoint(Path(weights).expanduser()), weights)
-            model.reset_classifier(_rows_of_head(found, model))
+            heads = model.pretrained_cfg["classifier"]  # a distilled network has several
+            head = f"{heads if isinstance(heads, str) else heads[0]}.weight"
+            model.reset_classifier(len(found[head]) if head in found else model.num_classes)
             load_all(model, found, f"{weights} does not fit MODEL.CLASSIFIER.TEACHER timm/{name}")
     except WeightsError:
         raise
@@ -85,10 +88,3 @@ def _timm_teacher(name: str, weights: str, num_classes: int, size: int, device: 
         ) from error
     mean, std = (255 * torch.tensor(model.pretrained_cfg[key], device=device)[:, None, None] for key in ("mean", "std"))
     return torch.no_grad()(lambda images: model((images - mean) / std).argmax(-1))
-
-
-def _rows_of_head(state_dict: dict[str, Tensor], model: nn.Module) -> int:
-    """The number of classes of the weights or, if the weights have no head, of the network."""
-    names = model.pretrained_cfg["classifier"]  # a distilled network has several heads
-    head = f"{names if isinstance(names, str) else names[0]}.weight"
-    return len(state_dict[head]) if head in state_dict else model.num_classes

@@ -18,7 +18,7 @@ from cpvt_det.checkpoint.load import load_weights
 from cpvt_det.checkpoint.weights import CLASS_HEAD, Weights, read_weights
 from cpvt_det.common.class_names import Classes
 from cpvt_det.common.errors import UnknownNameError, WeightsError
-from cpvt_det.config import get_cfg, load_cfg, merge_checked, merge_overrides, parse_config
+from cpvt_det.config import flat_items, get_cfg, key_names, load_cfg, merge_checked, merge_overrides, nested, parse_config
 from cpvt_det.evaluation.thresholds import Thresholds
 
 
@@ -51,10 +51,7 @@ def config_to_use(weights: Weights, device: str | torch.device | None, config_fi
 
 
 def load_trained(
-    path: str | os.PathLike[str],
-    device: str | torch.device | None = None,
-    config_file: str = "",
-    overrides: Sequence[str] = (),
+    path: str | os.PathLike[str], device: str | torch.device | None = None, config_file: str = "", overrides: Sequence[str] = ()
 ) -> Trained:
     """Build the detector of a checkpoint; no other file is needed.
 
@@ -106,21 +103,13 @@ def config_of_weights(weights: Weights) -> CfgNode:
         )
     cfg, source = get_cfg(), f"the config in {weights.origin}"
     stored = parse_config(weights.config, source)
-    for group in set(stored) - {"MODEL", "INPUT"}:  # unknown keys, such as another version's training keys, change no detection
-        _keep_known(stored, group, cfg)
+    known = key_names(cfg)  # other keys, such as another version's training keys, change no detection
+    used = nested((key, value) for key, value in flat_items(stored) if key in known or key.startswith(("MODEL.", "INPUT.")))
     try:
-        merge_checked(cfg, stored, source)
+        merge_checked(cfg, used, source)
     except UnknownNameError as error:
         raise WeightsError(
             f"{error}; the config may be from another version, or for detectron2 (use its DefaultPredictor then); --config-file "
             "replaces it"
         ) from error
     return cfg
-
-
-def _keep_known(stored: CfgNode, key: str, known: CfgNode) -> None:
-    if key not in known:
-        del stored[key]
-    elif isinstance(stored[key], CfgNode) and isinstance(known[key], CfgNode):
-        for part in list(stored[key]):
-            _keep_known(stored[key], part, known[key])

@@ -58,21 +58,18 @@ class LazyGroup(click.Group):
         return report_errors(super().invoke)(ctx)
 
 
-_debug_option = click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")
-_import_option = click.option(
-    "--import",
-    multiple=True,
-    expose_value=False,
-    is_eager=True,
-    metavar="MODULE",
-    callback=lambda context, option, names: import_modules(names),
-    help="Python module to import first, which registers your own parts; may be given several times.",
-)
-
-
 def common_options(command: Callable) -> Callable:
     """``--debug`` and ``--import`` for every command, so that they work anywhere on the command line."""
-    return _import_option(_debug_option(command))
+    command = click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")(command)
+    return click.option(
+        "--import",
+        multiple=True,
+        expose_value=False,
+        is_eager=True,
+        metavar="MODULE",
+        callback=lambda context, option, names: import_modules(names),
+        help="Python module to import first, which registers your own parts; may be given several times.",
+    )(command)
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

@@ -9,8 +9,7 @@ from tabulate import tabulate
 from torch import nn
 
 from cpvt_det import builders
-from cpvt_det.cli.options import build_any, config_options, load_any
-from cpvt_det.cli.train import RUN_CONTEXT
+from cpvt_det.cli.train import RUN_CONTEXT, build_any, config_options, load_any
 from cpvt_det.common.errors import BadInputError, config_errors
 from cpvt_det.common.structures import PaddedBatch, Size
 from cpvt_det.visualize.costs import PARTS, REST, Costs, count_costs, find_parts, measure
@@ -86,16 +85,10 @@ def _of_sizes(costs: list[Costs], *parts: str) -> list[str]:
 def _print_peg(costs: list[Costs], names: list[str]) -> None:
     if not costs[0].parameters.get("PEG"):
         return
-    rows = [
-        (
-            name,
-            *(
-                f"{100 * kind['PEG'] / sum(kind.values()):.4f} %"
-                for kind in (cost.parameters, cost.multiply_adds, cost.activations)
-            ),
-        )
-        for name, cost in zip(names, costs, strict=True)
-    ]
+    rows = []
+    for name, cost in zip(names, costs, strict=True):
+        kinds = (cost.parameters, cost.multiply_adds, cost.activations)
+        rows.append((name, *(f"{100 * kind['PEG'] / sum(kind.values()):.4f} %" for kind in kinds)))
     headers = ("PEG's share at", "of parameters", "of multiply-adds", "of activations")
     click.echo("\n" + tabulate(rows, headers, tablefmt="github", disable_numparse=True))
 

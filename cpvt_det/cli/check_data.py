@@ -10,8 +10,7 @@ import click
 from fvcore.common.config import CfgNode
 
 from cpvt_det.cli.folder import describe_classes, folder_config, folder_options, take_folder
-from cpvt_det.cli.options import config_options, load_any
-from cpvt_det.cli.train import RUN_CONTEXT
+from cpvt_det.cli.train import RUN_CONTEXT, config_options, load_any
 from cpvt_det.common.errors import BadInputError, ConfigError, DataError, counted
 from cpvt_det.data.folders.prepare import FolderData, refuse_overlap
 from cpvt_det.data.validation.check import CheckedData
@@ -28,13 +27,7 @@ NEARLY_THE_SAME = "validation images that are nearly the same as a training imag
 @click.option("--decode", is_flag=True, help="Also decode every image, to find damage after the header.")
 @click.option("--all", "every", is_flag=True, help=f"List every occurrence, not only the first {EXAMPLES} of each kind.")
 def check_data(
-    config_file: str,
-    decode: bool,
-    every: bool,
-    runner: str,
-    overrides: tuple[str, ...],
-    data_format: str,
-    new_split: bool,
+    config_file: str, decode: bool, every: bool, runner: str, overrides: tuple[str, ...], data_format: str, new_split: bool
 ) -> None:
     """Find all faults in a folder of images and annotations, or in the data sets of DATASETS.TRAIN and DATASETS.TEST of a config.
 

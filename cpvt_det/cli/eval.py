@@ -54,22 +54,17 @@ def eval(
     """
     from cpvt_det.training.launch import launch
 
-    at = _sizes(sizes)
-    if at and report:
+    words = [word.strip() for word in sizes.split(",")] if sizes else []
+    if not all(word.isdecimal() and int(word) for word in words):
+        raise BadInputError(f"--sizes {sizes!r} must be sides in pixels, such as 160,224,288")
+    if words and report:
         raise BadInputError("--report works with one size only: leave out --sizes, and set the size in INPUT")
     overrides = (*overrides, *tiles_overrides(tiles, overlap), "MODEL.WEIGHTS", weights)
     overrides += ("TEST.REPORT", "True") if report else ()
     with tempfile.TemporaryDirectory() as folder:
         config_file = config_file or _config_in(weights, Path(folder))
-        options = (device_of(num_gpus), choose_runner(runner), False, True, allow_partial, at)
+        options = (device_of(num_gpus), choose_runner(runner), False, True, allow_partial, [int(word) for word in words])
         launch(run_config, num_gpus, config_file, overrides, *options)
-
-
-def _sizes(text: str) -> list[int]:
-    words = [word.strip() for word in text.split(",")] if text else []
-    if not all(word.isdecimal() and int(word) for word in words):
-        raise BadInputError(f"--sizes {text!r} must be sides in pixels, such as 160,224,288")
-    return [int(word) for word in words]
 
 
 def _config_in(weights: str, folder: Path) -> str:

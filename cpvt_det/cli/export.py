@@ -14,7 +14,6 @@ from typing import Any
 
 import click
 import torch
-from fvcore.common.config import CfgNode
 from tabulate import tabulate
 from torch import Tensor
 
@@ -27,7 +26,7 @@ from cpvt_det.common.class_names import require_same_classes
 from cpvt_det.common.errors import BadInputError, RunStoppedError, UnknownNameError, WeightsError
 from cpvt_det.common.structures import Size
 from cpvt_det.data.coco import CocoDataset
-from cpvt_det.export import check, program, programs
+from cpvt_det.export import check, program
 from cpvt_det.export.quantize import quantize, require_int8
 from cpvt_det.models import ImageModel
 from cpvt_det.training.evaluate import evaluate
@@ -40,7 +39,7 @@ CALIBRATION, FEWEST = 100, 8  # number of images to measure the ranges of activa
 
 @click.command(context_settings=RUN_CONTEXT)
 @click.argument("weights", metavar="WEIGHTS")
-@click.option("--format", type=click.Choice(programs.FORMATS), required=True, help="Format of FILE.")
+@click.option("--format", type=click.Choice(program.FORMATS), required=True, help="Format of FILE.")
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False), required=True, metavar="FILE", help="File to write.")
 @click.option(
     "--dynamic", default=",".join(program.DIMENSIONS), show_default=True, help="Dimensions that may change between calls, or none."
@@ -93,9 +92,8 @@ def export(
       cpvt-det export output/model_best.pth --format openvino --output detector.xml --int8 --max-loss 0.5
       cpvt-det export output/model_best.pth --format torch_export --output detector.pt2 --dynamic batch --size 800x1216
     """
-    programs.require_format(format)
-    _require_place(output, format)
-    _require_measurable(output, format, int8, half, max_loss)
+    program.require_format(format)
+    _require_usable(output, format, int8, half, max_loss)
     names = _dimensions(dynamic)
     trained = load_trained(weights, "cpu", config_file, overrides)
     detector = trained.detector
@@ -112,7 +110,7 @@ def export(
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as folder:
         path = Path(folder) / output.name
         facts = {**_metadata(trained), "fixed": fixed}
-        programs.write_program(program.trace(module, canvas, names), format, path, facts, half, postprocess.outputs)
+        program.write_program(program.trace(module, canvas, names), format, path, facts, half, postprocess.outputs)
         run = _open(path, format)
         unseen = enumerate(check.unseen_canvases(detector, canvas, names))
         rows = [check.compare(detector, postprocess, run, other, seed) for seed, other in unseen]
@@ -123,12 +121,20 @@ def export(
             _report_loss(trained, tests, path, 1.0 if max_loss is None else max_loss)
         for file in sorted(path.parent.iterdir()):  # the .bin with the weights comes before its .xml
             os.replace(file, output.with_name(file.name))
-    needs = f", opset {programs.OPSET}, for onnxruntime {programs.OLDEST_RUNTIMES[half]} or later" if format == "onnx" else ""
+    needs = f", opset {program.OPSET}, for onnxruntime {program.OLDEST_RUNTIMES[half]} or later" if format == "onnx" else ""
     click.echo(f"{output}: {output.stat().st_size / 1e6:.1f} MB{needs}")
 
 
-def _require_measurable(output: Path, format: str, int8: bool, half: bool, max_loss: float | None) -> None:
-    """Refuse options for int8 and for the evaluation that cannot be used, before anything is computed."""
+def _require_usable(output: Path, format: str, int8: bool, half: bool, max_loss: float | None) -> None:
+    """Refuse options that cannot be used, before anything is computed."""
+    if format == "openvino" and output.suffix != ".xml":
+        raise BadInputError(
+            f"--output {output}: the name of an OpenVINO file must end in .xml; its weights are stored beside it, in a .bin file"
+        )
+    if not output.parent.is_dir():
+        raise BadInputError(f"--output {output}: the folder {output.parent} does not exist; create it first")
+    if not os.access(output.parent, os.W_OK):
+        raise BadInputError(f"--output {output}: no permission to write to the folder {output.parent}")
     if int8:
         require_int8(format)
     if int8 and half:
@@ -187,17 +193,6 @@ def _open(path: Path, format: str) -> Run:
         raise RunStoppedError(f"the converted program cannot be run: {error}") from error
 
 
-def _require_place(output: Path, format: str) -> None:
-    if format == "openvino" and output.suffix != ".xml":
-        raise BadInputError(
-            f"--output {output}: the name of an OpenVINO file must end in .xml; its weights are stored beside it, in a .bin file"
-        )
-    if not output.parent.is_dir():
-        raise BadInputError(f"--output {output}: the folder {output.parent} does not exist; create it first")
-    if not os.access(output.parent, os.W_OK):
-        raise BadInputError(f"--output {output}: no permission to write to the folder {output.parent}")
-
-
 def _dimensions(text: str) -> list[str]:
     names = [] if text == "none" else [name.strip() for name in text.split(",")]
     for name in names:
@@ -220,42 +215,36 @@ def _fixed(dynamic: Collection[str], batch: int | None, size: str | None, detect
     match = re.fullmatch(r"(\d+)x(\d+)", size)
     if match is None:
         raise BadInputError(f"--size {size} is not HEIGHTxWIDTH, such as 800x1216")
-    return batch, _whole_strides((int(match[1]), int(match[2])), detector)
-
-
-def _whole_strides(size: Size, detector: ImageModel) -> Size:
+    sides = int(match[1]), int(match[2])
     stride, largest = detector.size_divisibility, program.largest_sides(detector)
-    given = "x".join(map(str, size))
-    if min(size) < stride:
-        raise BadInputError(f"--size {given} is too small: the smallest canvas of this model is {stride}x{stride}, its stride")
-    if any(side % stride for side in size):
-        whole = "x".join(str(-(-side // stride) * stride) for side in size)
-        raise BadInputError(f"--size {given}: sides must be multiples of the model's stride {stride}; use {whole}")
-    if largest is not None and max(size) > largest * stride:
+    if min(sides) < stride:
+        raise BadInputError(f"--size {size} is too small: the smallest canvas of this model is {stride}x{stride}, its stride")
+    if any(side % stride for side in sides):
+        whole = "x".join(str(-(-side // stride) * stride) for side in sides)
+        raise BadInputError(f"--size {size}: sides must be multiples of the model's stride {stride}; use {whole}")
+    if largest is not None and max(sides) > largest * stride:
         raise BadInputError(
-            f"--size {given}: the model's learned encoding covers only {largest * stride} pixels (MODEL.POSITION.TABLE_SIZE)"
+            f"--size {size}: the model's learned encoding covers only {largest * stride} pixels (MODEL.POSITION.TABLE_SIZE)"
         )
-    return size
+    return batch, sides
 
 
 def _metadata(trained: Trained) -> dict[str, Any]:
-    """The metadata that a script needs to run the program. Thresholds are missing if the weights have none."""
-    kept = trained.thresholds
+    """The metadata that a script needs to run the program, with the rule by which images were resized in evaluation. Thresholds are
+    missing if the weights have none."""
+    kept, resizing = trained.thresholds, trained.cfg.INPUT
+    if builders.is_classifier(trained.cfg):
+        sizes = {"size": resizing.CLASSIFY.TEST_SIZE, "crop_ratio": resizing.CLASSIFY.CROP_RATIO}
+    else:
+        sizes = {"min_size": resizing.MIN_SIZE_TEST, "max_size": resizing.MAX_SIZE_TEST}
     return {
         **({} if kept is None else {"threshold": kept.overall, "class_thresholds": list(kept.classes)}),
         "stride": trained.detector.size_divisibility,
-        **_sizes(trained.cfg),
+        **sizes,
         "class_names": list(trained.classes.names),
         "class_ids": list(trained.classes.ids),
         "config": trained.cfg.dump(),
     }
-
-
-def _sizes(cfg: CfgNode) -> dict[str, Any]:
-    """The rule by which images were resized in evaluation."""
-    if builders.is_classifier(cfg):
-        return {"size": cfg.INPUT.CLASSIFY.TEST_SIZE, "crop_ratio": cfg.INPUT.CLASSIFY.CROP_RATIO}
-    return {"min_size": cfg.INPUT.MIN_SIZE_TEST, "max_size": cfg.INPUT.MAX_SIZE_TEST}
 
 
 def _report(rows: list[check.Comparison], tolerance: float) -> None:

@@ -170,7 +170,11 @@ def _output_of(folder: Path, resume: bool) -> str:
 
     first = f"output/{folder.resolve().name}"
     outputs = (first if number == 1 else f"{first}_{number}" for number in count(1))
-    begun = _begun(first)
+    # Folders with this name, optionally followed by a number, in which a run was started, sorted by number
+    pattern = re.compile(rf"{re.escape(Path(first).name)}(?:_(\d+))?")
+    matches = [(pattern.fullmatch(path.name), str(path)) for path in Path(first).parent.glob("*")]
+    numbered = sorted((int(match[1] or 1), path) for match, path in matches if match)
+    begun = [path for _, path in numbered if Path(path, CHOSEN).is_file() or Path(path, LAST).is_file()]
     ours = [output for output in begun if _is_for(folder, Path(output, CHOSEN))]
     if resume:
         output = max(ours, key=lambda one: Path(one, CHOSEN).stat().st_mtime_ns, default=first)
@@ -182,14 +186,6 @@ def _output_of(folder: Path, resume: bool) -> str:
     if output != first:
         click.echo(said)
     return output
-
-
-def _begun(first: str) -> list[str]:
-    """The folders with that name, optionally followed by a number, in which a run was started, sorted by number."""
-    pattern = re.compile(rf"{re.escape(Path(first).name)}(?:_(\d+))?")
-    matches = [(pattern.fullmatch(path.name), str(path)) for path in Path(first).parent.glob("*")]
-    numbered = sorted((int(match[1] or 1), path) for match, path in matches if match)
-    return [path for _, path in numbered if Path(path, CHOSEN).is_file() or Path(path, LAST).is_file()]
 
 
 def _is_for(folder: Path, chosen: Path) -> bool:

@@ -13,7 +13,7 @@ from cpvt_det.predict.server import MEGABYTE, PageServer
 MOST = 2
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @click.argument("weights", metavar="WEIGHTS [WEIGHTS]", nargs=-1, required=True)
 @click.option(
     "--host",
@@ -35,13 +35,7 @@ MOST = 2
 @click.option("--config-file", default="", metavar="FILE", help="Config to use instead of the one in WEIGHTS, or if it has none.")
 @common_options
 def serve(
-    weights: tuple[str, ...],
-    host: str,
-    port: int,
-    names: tuple[str, ...],
-    max_upload: float,
-    device: str | None,
-    config_file: str,
+    weights: tuple[str, ...], host: str, port: int, names: tuple[str, ...], max_upload: float, device: str | None, config_file: str
 ) -> None:
     """Look at detections in the browser, of two models side by side. WEIGHTS is a checkpoint, a model folder or a name (cpvt-det
     weights lists them).

@@ -12,8 +12,7 @@ from tabulate import tabulate
 from cpvt_det import builders
 from cpvt_det.checkpoint.trained import Trained, load_trained
 from cpvt_det.cli import common_options
-from cpvt_det.cli.options import build_any, config_options, load_any
-from cpvt_det.cli.train import RUN_CONTEXT
+from cpvt_det.cli.train import RUN_CONTEXT, build_any, config_options, load_any
 from cpvt_det.common.errors import BadInputError
 from cpvt_det.common.structures import Size
 from cpvt_det.config import load_cfg
@@ -40,7 +39,7 @@ weights_config_option = click.option(
 )
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group()
 @common_options
 def show() -> None:
     """Draw what happens inside: attention, position encodings, the input of the model.

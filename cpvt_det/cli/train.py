@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``cpvt-det train``, the command line of both runners; ``tools/train_net.py`` calls the same function."""
+"""``cpvt-det train``, the command line of both runners, and the options that other commands share with it.
+
+``tools/train_net.py`` calls the same function. Commands that preview a run load the same files in the same way as either runner.
+"""
 
 import importlib.util
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import click
 
@@ -12,6 +16,10 @@ from cpvt_det.cli.folder import budget_option, choose_run, folder_options, take_
 from cpvt_det.common.errors import BadInputError
 from cpvt_det.common.memory import let_waiting_threads_sleep, quick_imports
 from cpvt_det.common.registry import import_inherited
+
+if TYPE_CHECKING:
+    from fvcore.common.config import CfgNode
+    from torch import nn
 
 RUNNERS = ("auto", "builtin", "detectron2")
 RUN_CONTEXT = {"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}  # KEY VALUE may contain negative numbers
@@ -25,19 +33,22 @@ def config_file_option(required: bool = True) -> Callable:
 
 def run_options(command: Callable, takes_folder: bool = False) -> Callable:
     """The options of every command that runs a config, except ``--config-file``."""
-    options = (
-        click.option(
-            "--num-gpus",
-            type=click.IntRange(min=0),
-            help="Number of GPUs, one process each; 0: CPU.  [default: one GPU if there is one]",
-        ),
-        click.option("--runner", type=click.Choice(RUNNERS), default="auto", help="auto: detectron2 if it is installed."),
-        common_options,
-        click.argument("overrides", nargs=-1, metavar="[FOLDER] [KEY VALUE]..." if takes_folder else "[KEY VALUE]..."),
-    )
-    for option in reversed(options):
-        command = option(command)
-    return command
+    command = _runner_options(command, takes_folder, "auto: detectron2 if it is installed.")
+    text = "Number of GPUs, one process each; 0: CPU.  [default: one GPU if there is one]"
+    return click.option("--num-gpus", type=click.IntRange(min=0), help=text)(command)
+
+
+def config_options(command: Callable, takes_folder: bool = False) -> Callable:
+    """The options of the commands that preview a run."""
+    command = _runner_options(command, takes_folder, "detectron2: also use parts registered there.")
+    return config_file_option(required=not takes_folder)(command)
+
+
+def _runner_options(command: Callable, takes_folder: bool, text: str) -> Callable:
+    """``--runner`` with this help text, the common options, and the words after all options."""
+    words = "[FOLDER] [KEY VALUE]..." if takes_folder else "[KEY VALUE]..."
+    command = common_options(click.argument("overrides", nargs=-1, metavar=words)(command))
+    return click.option("--runner", type=click.Choice(RUNNERS), default="auto", help=text)(command)
 
 
 allow_partial_option = click.option(
@@ -143,6 +154,35 @@ def run_config(
     cfg = load_cfg(config_file, overrides)
     with process_group(cfg.SOLVER.COLLECTIVE_TIMEOUT):
         return run(cfg, resume, eval_only, allow_partial, sizes)
+
+
+def load_any(config_file: str, overrides: tuple[str, ...], runner: str) -> "CfgNode":
+    """The config as the runner would load it; data sets registered in detectron2 are found.
+
+    Raises:
+        ConfigError: as in :func:`cpvt_det.config.load_cfg`.
+    """
+    if choose_runner(runner) == "builtin":
+        from cpvt_det.config import load_cfg
+
+        return load_cfg(config_file, overrides)
+    from cpvt_det.d2.config import load_cfg
+    from cpvt_det.d2.data import find_registered
+
+    cfg = load_cfg(config_file, overrides)
+    find_registered(cfg)
+    return cfg
+
+
+def build_any(cfg: "CfgNode", runner: str) -> "nn.Module":
+    """The detector of a config as the runner would build it, with random weights, in evaluation mode on its device."""
+    if choose_runner(runner) == "detectron2":
+        from cpvt_det.d2.run import build_detector
+
+        return build_detector(cfg).eval()
+    from cpvt_det import builders
+
+    return builders.build_detector(cfg).to(builders.build_device(cfg)).eval()
 
 
 def device_of(num_gpus: int | None) -> str | None:

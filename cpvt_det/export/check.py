@@ -4,7 +4,7 @@
 import math
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -51,17 +51,8 @@ def traced_canvas(detector: ImageModel, batch: int | None = None, size: Size | N
 def unseen_canvases(detector: ImageModel, traced: Canvas, dynamic: Collection[str]) -> list[Canvas]:
     """Three canvases that differ from the traced one in every dynamic dimension, as far as a learned table allows such sizes."""
     stride = detector.size_divisibility
-    canvases = []
-    for batch, *sides in UNSEEN:
-        height, width = (side * stride for side in _within(detector, sides))
-        canvases.append(
-            Canvas(
-                batch if "batch" in dynamic else traced.batch,
-                height if "height" in dynamic else traced.height,
-                width if "width" in dynamic else traced.width,
-            )
-        )
-    return canvases
+    canvases = [Canvas(batch, *(side * stride for side in _within(detector, sides))) for batch, *sides in UNSEEN]
+    return [replace(traced, **{name: getattr(canvas, name) for name in dynamic}) for canvas in canvases]
 
 
 def _within(detector: ImageModel, sides: Collection[int]) -> list[int]:

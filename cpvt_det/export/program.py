@@ -1,16 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turn a model into a program of torch's operators: from pixels and a padding mask to boxes, scores and labels, or class scores."""
+"""Turn a model into a program of torch's operators: from pixels and a padding mask to boxes, scores and labels, or class scores.
+
+The program becomes a file: ``torch.export``'s archive, ONNX, or OpenVINO's two files. Each contains metadata that describe its
+output.
+"""
 
 import contextlib
 import copy
-from collections.abc import Collection, Sequence
+import importlib
+import json
+import logging
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from cpvt_det.common.errors import RunStoppedError, first_line
+from cpvt_det.checkpoint.exported import METADATA_KEY, openvino_core
+from cpvt_det.common.errors import BadInputError, RunStoppedError, first_line
 from cpvt_det.evaluation.answers import ClassScores, PostProcessor
 from cpvt_det.layers.attention import DeformableAttention
 from cpvt_det.layers.norm import MaskedGroupNorm
@@ -22,8 +32,12 @@ from cpvt_det.position.learned import LearnedEncoding
 from cpvt_det.position.peg import PEGDetection
 
 DIMENSIONS = ("batch", "height", "width")
-aten = torch.ops.aten
 SAMPLINGS = {"gather": "export", "grid_sample": "grid_sample"}  # name -> implementation of ``ms_deform_attn``
+FORMATS = ("torch_export", "onnx", "openvino")
+PACKAGES = {"torch_export": (), "onnx": ("onnx", "onnxscript", "onnxruntime"), "openvino": ("onnx", "onnxscript", "openvino")}
+OPSET = 18  # version of ONNX's operators: the first that every version of torch's exporter has
+OLDEST_RUNTIMES = {False: "1.14", True: "1.31"}  # first onnxruntime with this opset, and first with float16 on a CPU
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -111,8 +125,10 @@ def trace(module: ExportModule, canvas: Canvas, dynamic: Collection[str] = DIMEN
     Raises:
         RunStoppedError: a model that torch cannot trace, or an operator that is not part of aten.
     """
-    dims = _dims(module.detector, dynamic)
-    batch, height, width = (dims.get(name, Dim.STATIC) for name in DIMENSIONS)
+    stride, largest = module.detector.size_divisibility, largest_sides(module.detector)
+    rows, columns = (stride * Dim(name, min=2, max=largest) for name in ("rows", "columns"))
+    dims = {"batch": Dim("batch", min=1), "height": rows, "width": columns}
+    batch, height, width = (dims[name] if name in dynamic else Dim.STATIC for name in DIMENSIONS)
     shapes = {"images": {0: batch, 2: height, 3: width}, "padding_mask": {0: batch, 1: height, 2: width}}
     images = torch.zeros(canvas.batch, 3, canvas.height, canvas.width)
     inputs = (images, torch.zeros_like(images[:, 0], dtype=torch.bool))
@@ -148,16 +164,6 @@ def foreign_operators(program: ExportedProgram) -> set[str]:
     return {str(operator) for operator in operators if operator.namespace != "aten" and str(operator) != "scan"}
 
 
-def _dims(detector: ImageModel, dynamic: Collection[str]) -> dict[str, Dim]:
-    stride, largest = detector.size_divisibility, largest_sides(detector)
-    dims = {
-        "batch": Dim("batch", min=1),
-        "height": stride * Dim("rows", min=2, max=largest),
-        "width": stride * Dim("columns", min=2, max=largest),
-    }
-    return {name: dims[name] for name in dynamic}
-
-
 def _layer_norm(x: Tensor, shape: Sequence[int], weight: Tensor, bias: Tensor, eps: float = 1e-5, cudnn: bool = True) -> Tensor:
     return aten.native_layer_norm(x.float(), shape, weight, bias, eps)[0].to(x.dtype)
 
@@ -170,3 +176,98 @@ def _batch_norm(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, variance:
 FLOAT_NORMS = {aten.layer_norm.default: _layer_norm, aten.batch_norm.default: _batch_norm}
 """Decompositions for programs in float16: norms in float32, as GPUs compute them under autocast. ONNX requires that all
 operands of a norm have one type; torch also accepts a half input with float32 weights."""
+
+
+def require_format(format: str) -> None:
+    """Refuse a format whose packages are missing.
+
+    Raises:
+        BadInputError: missing packages; the message contains the command to install them.
+    """
+    missing = []
+    for name in PACKAGES[format]:
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            missing.append(name)
+    if missing:
+        extras = "export,openvino" if "openvino" in missing else "export"
+        raise BadInputError(f"--format {format} needs {', '.join(missing)}: pip install 'cpvt-det[{extras}]'")
+
+
+def write_program(
+    program: ExportedProgram,
+    format: str,
+    path: Path,
+    metadata: dict[str, Any],
+    half_precision: bool,
+    outputs: Sequence[str],
+) -> None:
+    """Write a program.
+
+    Args:
+        program: result of :func:`trace`.
+        format: one of ``FORMATS``.
+        path: path of the file; OpenVINO's ends in ``.xml``, and its weights become a second file that ends in ``.bin``.
+        metadata: values that JSON can represent. ``torch.export.load`` returns them as the extra file ``cpvt_det.json``. In ONNX
+            they are the metadata ``cpvt_det``, and in OpenVINO the ``rt_info`` of that name.
+        half_precision: whether the program computes in float16 or, for OpenVINO, the weights are in float16. An ONNX file is then
+            not optimised here but left to the runtime, because onnxscript 0.7 merges float32 norms into half convolutions, which no
+            runtime loads.
+        outputs: names of the program's outputs, from its post-processing.
+
+    Raises:
+        RunStoppedError: a program that cannot be converted.
+    """
+    if format == "torch_export":
+        with _silenced("torch._export.serde.serialize"):  # it warns that scan takes no values from outside
+            torch.export.save(program, path, extra_files={f"{METADATA_KEY}.json": json.dumps(metadata)})
+        return
+    try:
+        with _silenced("onnxscript"):  # it warns of what it cannot simplify
+            names = {"input_names": ("images", "padding_mask"), "output_names": outputs}
+            optimize = format == "openvino" or not half_precision
+            options = {"dynamo": True, "opset_version": OPSET, "verbose": False, "optimize": optimize}
+            converted = torch.onnx.export(program, **names, **options)
+    except Exception as error:  # what torch raises has no common base
+        raise RunStoppedError(f"torch.onnx cannot convert the program: {first_line(error)}") from error
+    converted.model.metadata_props[METADATA_KEY] = json.dumps(metadata)
+    content = _for_old_runtimes(converted.model_proto).SerializeToString()
+    if format == "onnx":
+        path.write_bytes(content)
+        return
+    import openvino
+
+    try:
+        model = openvino_core().read_model(content)
+    except RuntimeError as error:
+        raise RunStoppedError(f"OpenVINO cannot read the program: {first_line(error)}") from error
+    model.set_rt_info(json.dumps(metadata), METADATA_KEY)
+    openvino.save_model(model, path, compress_to_fp16=half_precision)
+
+
+def _for_old_runtimes(model: Any) -> Any:
+    """Convert an ``onnx.ModelProto`` to the oldest file format that its operators allow, without the additions of later formats.
+
+    These additions are the exporter's notes on every operator, such as the source files and lines that it came from.
+    """
+    from onnx.helper import find_min_ir_version_for
+
+    model.ir_version = find_min_ir_version_for(model.opset_import)
+    graphs = [model.graph]
+    for graph in graphs:  # the list grows by the bodies of loops and branches
+        for part in (graph, *graph.node, *graph.input, *graph.output, *graph.value_info):
+            part.ClearField("metadata_props")
+        graphs += [attribute.g for node in graph.node for attribute in node.attribute if attribute.HasField("g")]
+    return model
+
+
+@contextlib.contextmanager
+def _silenced(name: str) -> Iterator[None]:
+    library = logging.getLogger(name)
+    before = library.level
+    library.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        library.setLevel(before)

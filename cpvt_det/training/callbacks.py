@@ -21,7 +21,7 @@ from typing import Any
 from fvcore.common.config import CfgNode
 from torch import nn
 
-from cpvt_det.checkpoint.best import BestSoFar
+from cpvt_det.checkpoint.checkpointer import BestSoFar
 from cpvt_det.common import distributed
 from cpvt_det.common.errors import BadInputError, ConfigError, RunStoppedError, config_errors, counted, first_line
 from cpvt_det.common.registry import PartRegistry

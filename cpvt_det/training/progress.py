@@ -11,8 +11,7 @@ from fvcore.common.config import CfgNode
 from torch import nn
 
 from cpvt_det import builders
-from cpvt_det.checkpoint.best import BestSoFar
-from cpvt_det.checkpoint.checkpointer import BEST, RunCheckpointer, RunState
+from cpvt_det.checkpoint.checkpointer import BEST, BestSoFar, RunCheckpointer, RunState
 from cpvt_det.checkpoint.resume import FINAL
 from cpvt_det.common import distributed
 from cpvt_det.common.errors import ConfigError

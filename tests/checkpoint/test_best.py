@@ -5,8 +5,7 @@ import math
 
 import pytest
 
-from cpvt_det.checkpoint.best import BestSoFar
-from cpvt_det.checkpoint.checkpointer import RunState
+from cpvt_det.checkpoint.checkpointer import BestSoFar, RunState
 from cpvt_det.common.class_names import Classes
 from cpvt_det.evaluation.thresholds import Thresholds
 

@@ -20,8 +20,7 @@ import torch
 from test_checkpoint import Payload, detector, same
 
 from cpvt_det.checkpoint import load_weights, pickles
-from cpvt_det.checkpoint.best import BestSoFar
-from cpvt_det.checkpoint.checkpointer import RunCheckpointer, RunState
+from cpvt_det.checkpoint.checkpointer import BestSoFar, RunCheckpointer, RunState
 from cpvt_det.checkpoint.files import checksum_of, not_finite, read_checkpoint, write_checkpoint
 from cpvt_det.checkpoint.resume import last_checkpoint, wait_for
 from cpvt_det.common.class_names import Classes

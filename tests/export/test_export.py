@@ -20,7 +20,7 @@ from cpvt_det.checkpoint.files import write_checkpoint
 from cpvt_det.cli import main
 from cpvt_det.common.errors import BadInputError, RunStoppedError
 from cpvt_det.common.structures import Detections
-from cpvt_det.export import check, program, programs
+from cpvt_det.export import check, program
 from cpvt_det.export.program import Canvas, ExportModule, foreign_operators, prepare, trace
 from cpvt_det.layers.norm import MaskedBatchNorm2d, MaskedGroupNorm, NoNorm
 from cpvt_det.models.hybrid_encoder import RepVGGBlock
@@ -367,8 +367,8 @@ def test_bad_input_is_one_line_and_code_2(tmp_path, words, said):
 def test_a_missing_package_is_named_with_the_way_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     with pytest.raises(BadInputError, match=r"--format onnx needs onnxscript: pip install 'cpvt-det\[export\]'"):
-        programs.require_format("onnx")
+        program.require_format("onnx")
     monkeypatch.setitem(sys.modules, "openvino", None)
     with pytest.raises(BadInputError, match=r"needs onnxscript, openvino: pip install 'cpvt-det\[export,openvino\]'"):
-        programs.require_format("openvino")
-    programs.require_format("torch_export")
+        program.require_format("openvino")
+    program.require_format("torch_export")

@@ -236,7 +236,7 @@ def test_tables_are_printed_by_command(tmp_path, monkeypatch):
 @pytest.mark.detectron2
 @pytest.mark.parametrize("kind", DETECTORS)
 def test_detectron2s_detector_costs_the_same(kind, tmp_path):
-    from cpvt_det.cli.options import build_any, load_any
+    from cpvt_det.cli.train import build_any, load_any
 
     config = tmp_path / "run.yaml"
     config.write_text(random_config(**DETECTORS[kind]).dump(), encoding="utf-8")
