@@ -8,13 +8,13 @@ from pathlib import Path
 
 import click
 
+from cpvt_det.builders import is_classifier
 from cpvt_det.checkpoint.exported import load_model
 from cpvt_det.cli import common_options
 from cpvt_det.cli.train import RUN_CONTEXT, tiles_options, tiles_overrides
 from cpvt_det.common.errors import BadInputError, counted
 from cpvt_det.data.listing import few, find_files
 from cpvt_det.data.validation.issues import POLICIES, Issues
-from cpvt_det.models import Classifier
 from cpvt_det.predict import ClassPredictor, Predictor
 from cpvt_det.predict.detect_files import check_files, predict_classes, predict_files, predict_film
 from cpvt_det.predict.films import FilmReader, is_film
@@ -94,7 +94,7 @@ def predict(
             err=True,
         )
     trained = load_model(weights, device, config_file, (*overrides, *tiles_overrides(tiles, overlap)))
-    classifies = isinstance(trained.detector, Classifier)
+    classifies = is_classifier(trained.cfg)
     if classifies and threshold is not None:
         raise BadInputError(f"--threshold is for detections, and {weights} is a classifier; leave it out")
     if classifies and filmed:

@@ -7,13 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
-from cpvt_det.builders import build_class_mapper
+from cpvt_det.builders import build_class_mapper, is_classifier
 from cpvt_det.checkpoint.trained import Trained
 from cpvt_det.common.class_names import Classes
 from cpvt_det.common.errors import ConfigError
 from cpvt_det.evaluation.answers import classify
 from cpvt_det.evaluation.tiles import Tiling
-from cpvt_det.models import Classifier
 from cpvt_det.predict.predictor import ImageInput, Predictor
 
 BEST = 5
@@ -59,7 +58,7 @@ class ClassPredictor(Predictor):
         Raises:
             ConfigError: a detector, or keys that cannot be used.
         """
-        if not isinstance(trained.detector, Classifier):
+        if not is_classifier(trained.cfg):
             raise ConfigError(f"MODEL.META_ARCHITECTURE {trained.cfg.MODEL.META_ARCHITECTURE!r} is not a classifier; use Predictor")
         return cls(trained.detector, None, build_class_mapper(trained.cfg), trained.classes, trained.cfg.dump())
 

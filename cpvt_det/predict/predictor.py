@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from cpvt_det.builders import build_postprocessor, build_test_mapper, build_tiling
+from cpvt_det.builders import build_postprocessor, build_test_mapper, build_tiling, is_classifier
 from cpvt_det.checkpoint.exported import ExportedModel, load_model
 from cpvt_det.checkpoint.fetch import fetch_folder
 from cpvt_det.checkpoint.model_folder import save_model
@@ -26,7 +26,6 @@ from cpvt_det.data.mapper import Mapper
 from cpvt_det.evaluation.answers import PostProcessor, detect
 from cpvt_det.evaluation.thresholds import DEFAULT_THRESHOLD, Thresholds
 from cpvt_det.evaluation.tiles import Tiling, detect_tiles
-from cpvt_det.models import Classifier
 from cpvt_det.predict.detections import ImageDetections
 from cpvt_det.predict.films import FilmReader
 
@@ -116,7 +115,7 @@ class Predictor:
             ConfigError: a model of a different task, or keys that cannot be used.
         """
         cfg = trained.cfg
-        if isinstance(trained.detector, Classifier):
+        if is_classifier(cfg):
             name = cfg.MODEL.META_ARCHITECTURE
             raise ConfigError(
                 f"MODEL.META_ARCHITECTURE {name!r} is not a detector; to classify images, use cpvt-det predict or ClassPredictor"

@@ -78,12 +78,12 @@ def test_a_predictor_of_the_other_task_is_refused(weights, tiny_run, folders, tm
     assert done.exit_code == 2 and "cannot write to" in done.output
 
 
-def test_an_exported_classifier_of_any_size_has_the_model_s_scores(weights, tmp_path):
+def test_an_exported_classifier_of_any_size_has_the_model_s_scores(folders, weights, tmp_path):
     import onnxruntime
 
-    done = call("export", weights, "--format", "onnx", "--output", tmp_path / "model")
+    done = call("export", weights, "--format", "onnx", "--output", tmp_path / "model.onnx")
     assert done.exit_code == 0 and "boxes" not in done.output, done.output
-    session = onnxruntime.InferenceSession(str(tmp_path / "model"))
+    session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"))
     metadata = json.loads(session.get_modelmeta().custom_metadata_map["cpvt_det"])
     assert [output.name for output in session.get_outputs()] == ["scores"]
     assert (metadata["size"], metadata["crop_ratio"], metadata["class_names"]) == (32, 0.0, ["blue", "green", "red"])
@@ -94,6 +94,14 @@ def test_an_exported_classifier_of_any_size_has_the_model_s_scores(weights, tmp_
     (found,) = session.run(None, {"images": pixels.numpy(), "padding_mask": mask.numpy()})
     expected = model((pixels - model.pixel_mean) / model.pixel_std, mask).scores()
     torch.testing.assert_close(torch.from_numpy(found), expected, rtol=0, atol=1e-5)
+    answers = []
+    for path in (weights, tmp_path / "model.onnx"):
+        done = call("predict", path, "--input", folders / "val", "--output", tmp_path / path.stem)
+        assert done.exit_code == 0, done.output
+        answers.append(json.loads((tmp_path / path.stem / "classes.json").read_text()))
+    for one, other in zip(*answers, strict=True):
+        assert [part["name"] for part in one["found"]] == [part["name"] for part in other["found"]]
+        assert [part["score"] for part in one["found"]] == pytest.approx([part["score"] for part in other["found"]], abs=1e-5)
 
 
 def test_a_program_with_other_scores_is_refused():
