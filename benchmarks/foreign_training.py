@@ -21,8 +21,7 @@ from benchmarks.foreign_models import EPSILON, LIMIT, Case, Foreign, config_of, 
 from cpvt_det.builders import build_criterion
 from cpvt_det.checkpoint import load_weights
 from cpvt_det.common.structures import Predictions, Targets
-from cpvt_det.losses.matcher import PaddedTargets
-from cpvt_det.losses.one_to_many import OneToManyMatcher
+from cpvt_det.losses.matcher import OneToManyMatcher, PaddedTargets
 from cpvt_det.models import denoising as denoising_module
 
 SIZE = (192, 256)

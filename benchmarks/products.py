@@ -137,7 +137,7 @@ def ways_of(kind: Kind) -> Ways:
 
 
 def _ways_of_linear(x: Tensor, weight: Tensor) -> Ways:
-    """``F.linear``, and 1x1 convolutions; torch gives the dilated one to oneDNN on one thread too (``fast/linear.py``)."""
+    """``F.linear``, and 1x1 convolutions; torch gives the dilated one to oneDNN on one thread too (``fast/layers.py``)."""
     last = x[None, :, None].permute(0, 3, 1, 2)  # (rows, C) -> (1, C, rows, 1), channels last
     kernel = weight[:, :, None, None]
     inputs = {"channels last, dilated": (last, 2), "channels last": (last, 1), "contiguous": (last.contiguous(), 1)}

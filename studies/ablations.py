@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from cpvt_det.common.structures import Size
 from cpvt_det.position.encoding import PositionEncoding, register_position
-from cpvt_det.position.peg import PEGDetection, PEGEncoding
-from cpvt_det.position.peg_plain import PlainPEGEncoding
+from cpvt_det.position.peg import PEGDetection, PEGEncoding, PlainPEGEncoding
 
 NUM_SEPARABLE = 4
 NUM_SINGLE_CELL = 12

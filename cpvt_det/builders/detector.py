@@ -37,7 +37,7 @@ from cpvt_det.models import (
 from cpvt_det.models.deformable_detr import DeformableDecoder
 from cpvt_det.models.denoising import ContrastiveDenoising
 from cpvt_det.models.encoder import Encoder
-from cpvt_det.models.hybrid_encoder import NormedNeck
+from cpvt_det.models.real_time_detr import NormedNeck
 
 OF_PROPOSALS = ("proposals", "mixed")
 """The query sources that start from the encoder's proposals."""

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from cpvt_det.checkpoint import real_time_names
 from cpvt_det.common.errors import UnknownNameError, WeightsError
-from cpvt_det.models.backbones.tnt_weights import TNT, convert_tnt
-from cpvt_det.models.backbones.vit_weights import DEIT, convert_deit
+from cpvt_det.models.backbones.vit_weights import DEIT, TNT, convert_deit, convert_tnt
 
 _NOT_WEIGHTS = re.compile(rf"(^|\.)num_batches_tracked$|^backbone\.body\.fc\.|{real_time_names.NOT_WEIGHTS}")
 _PROJECTION = re.compile(r"\.([qkv])_proj\.(weight|bias)$")

@@ -27,7 +27,7 @@ from cpvt_det.layers.norm import MaskedGroupNorm
 from cpvt_det.models import ImageModel
 from cpvt_det.models.backbones.timm import TimmBackbone
 from cpvt_det.models.backbones.timm_networks import fix_padding
-from cpvt_det.models.hybrid_encoder import ConvNorm, RepVGGBlock
+from cpvt_det.models.real_time_detr import ConvNorm, RepVGGBlock
 from cpvt_det.position.learned import LearnedEncoding
 from cpvt_det.position.peg import PEGDetection
 

@@ -18,22 +18,17 @@ from cpvt_det.fast.layers import (
     FastDeformableDecoderLayer,
     FastDeformableEncoderLayer,
     FastEncoderLayer,
+    FastLinear,
     FastMixedDecoderLayer,
 )
-from cpvt_det.fast.linear import FastLinear
 from cpvt_det.fast.resnet import FastResNetBackbone
 from cpvt_det.layers.attention import Attention, DeformableAttention
 from cpvt_det.models.backbones.resnet import ResNetBackbone
-from cpvt_det.models.deformable_detr import (
-    DeformableDecoderLayer,
-    DeformableEncoder,
-    DeformableEncoderLayer,
-    MixedDecoderLayer,
-)
+from cpvt_det.models.deformable_detr import DeformableDecoderLayer, DeformableEncoder, DeformableEncoderLayer, MixedDecoderLayer
 from cpvt_det.models.detr import DecoderLayer
 from cpvt_det.models.encoder import Encoder, EncoderLayer
-from cpvt_det.models.hybrid_encoder import ConvNorm, RepVGGBlock
 from cpvt_det.models.necks import ProjectionNeck
+from cpvt_det.models.real_time_detr import ConvNorm, RepVGGBlock
 from cpvt_det.ops import routes
 
 __all__ = ["FASTER", "accelerate"]
@@ -74,7 +69,7 @@ def accelerate(model: nn.Module) -> nn.Module:
     Returns:
         The model.
     """
-    if not routes.is_all_left_out():
+    if routes.ALL not in routes.left_out():
         model.__class__ = FASTER.get(type(model), type(model))
         for part in model.children():
             if routes.is_known(part):

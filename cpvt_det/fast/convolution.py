@@ -16,7 +16,7 @@ from torchvision.ops import FrozenBatchNorm2d
 
 from cpvt_det.fast import winograd
 from cpvt_det.layers.norm import MaskedBatchNorm2d, folded
-from cpvt_det.models.hybrid_encoder import ConvNorm, RepVGGBlock
+from cpvt_det.models.real_time_detr import ConvNorm, RepVGGBlock
 from cpvt_det.ops import routes
 from cpvt_det.ops.strided_1x1 import needs_guard, skip_cells
 
@@ -88,23 +88,18 @@ def convolve(convolution: nn.Conv2d, x: Tensor, weight: Tensor, bias: Tensor | N
     if is_3x3 and routes.takes("winograd", x) and winograd.is_for(x, weight, stride, padding, dilation, groups):
         return winograd.convolve_3x3(x, weight, bias)
     if (convolution.kernel_size, padding, groups) == ((1, 1), (0, 0), 1):
-        return _convolve_1x1(x, weight, bias, stride)
+        if not routes.takes("pointwise", x):
+            return F.conv2d(x, weight, bias, stride)
+        cells = x[:, 0, :: stride[0], :: stride[1]].numel()
+        if cells * weight.numel() < SMALL_PRODUCT:
+            return F.conv2d(x, weight, bias, stride)
+        if cells < FEW_CELLS and _learns(x, weight):
+            return _ByRows.apply(x, weight, bias, stride, (0, 0), (2, 2))
+        return F.conv2d(x, weight, bias, stride, dilation=2)
     is_strided = is_3x3 and (stride, dilation, groups) == ((2, 2), (1, 1), 1)
     if is_strided and _learns(x, weight) and x[:, 0, ::2, ::2].numel() * weight.numel() >= SMALL_PRODUCT:
         return _ByRows.apply(x, weight, bias, stride, padding, dilation)
     return F.conv2d(x, weight, bias, stride, padding, dilation, groups)
-
-
-def _convolve_1x1(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int] = (1, 1)) -> Tensor:
-    """Multiply every ``stride``-th cell of (B, C, H, W) float by (C', C, 1, 1), and add the bias -> (B, C', H', W')."""
-    if not routes.takes("pointwise", x):
-        return F.conv2d(x, weight, bias, stride)
-    cells = x[:, 0, :: stride[0], :: stride[1]].numel()
-    if cells * weight.numel() < SMALL_PRODUCT:
-        return F.conv2d(x, weight, bias, stride)
-    if cells < FEW_CELLS and _learns(x, weight):
-        return _ByRows.apply(x, weight, bias, stride, (0, 0), (2, 2))
-    return F.conv2d(x, weight, bias, stride, dilation=2)
 
 
 def _learns(x: Tensor, weight: Tensor) -> bool:

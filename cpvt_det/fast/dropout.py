@@ -5,8 +5,6 @@ generator gives.
 On other devices, in compiled and exported programs, and without numba, torch's dropout is used.
 """
 
-import functools
-import importlib
 from types import ModuleType
 
 import torch
@@ -29,15 +27,10 @@ def dropout(x: Tensor, probability: float, training: bool = True, rectify: bool 
         training: whether to drop elements at all.
         rectify: whether to apply the ReLU first. Only the output is then stored for the backward pass.
     """
-    if training and _is_own(x, probability):
+    is_for_kernel = training and routes.is_plain(x) and x.dtype in FLOATS and 0 < probability < MOST
+    if is_for_kernel and routes.is_on("dropout") and _kernel() is not None:
         return _KernelDropout.apply(x, probability, int(torch.randint(1 << 62, ())), rectify)
     return F.dropout(F.relu(x) if rectify else x, probability, training)
-
-
-def _is_own(x: Tensor, probability: float) -> bool:
-    """Whether the kernel is used for ``x``."""
-    is_for_kernel = routes.is_plain(x) and x.dtype in FLOATS and 0 < probability < MOST
-    return is_for_kernel and routes.is_on("dropout") and _kernel() is not None
 
 
 class FastDropout(nn.Dropout):
@@ -69,10 +62,5 @@ class _KernelDropout(torch.autograd.Function):
         return rectified.mul_(_kernel().keep_scale(ctx.arguments[0])), None, None, None
 
 
-@functools.cache
 def _kernel() -> ModuleType | None:
-    """The module of the kernel; ``None`` without numba."""
-    try:
-        return importlib.import_module("cpvt_det.fast.dropout_numba")
-    except (ImportError, OSError):  # deformable attention, which loses more without numba, warns of it
-        return None
+    return routes.find_kernels("cpvt_det.fast.dropout_numba")

@@ -5,17 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
+from torchvision.ops import StochasticDepth
 
 from cpvt_det.common.structures import Levels, Size
-from cpvt_det.fast.layers import (
-    FastAttention,
-    FastDeformableAttention,
-    FastDeformableEncoderLayer,
-    FastEncoderLayer,
-    PackedLevels,
-)
+from cpvt_det.fast.layers import FastAttention, FastDeformableAttention, FastDeformableEncoderLayer, FastEncoderLayer, PackedLevels
 from cpvt_det.fast.packing import Packing
-from cpvt_det.layers.drop_path import DropPath
 from cpvt_det.models.deformable_detr import DeformableEncoder
 from cpvt_det.models.encoder import Encoder
 from cpvt_det.ops import routes
@@ -52,7 +46,7 @@ def packing_for(
         return None
     are_own = all((type(layer), type(layer.self_attn)) == own for layer in encoder.layers)
     for part in encoder.modules():  # hooks, parts that may skip images, and parts that are not ours and may look across tokens
-        skips = isinstance(part, DropPath) and part.training
+        skips = isinstance(part, StochasticDepth) and part.training
         if part is not encoder and (skips or routes.is_watched(part) or not routes.is_known(part)):
             return None
     return Packing.of(padding_mask) if are_own else None

@@ -8,8 +8,6 @@ the kernel that computes the direct convolution. Larger tiles would save more mu
 Source: arXiv 1509.09308, section 4.1, F(2x2, 3x3).
 """
 
-import functools
-import importlib
 from collections.abc import Sequence
 from types import ModuleType
 
@@ -65,7 +63,7 @@ class _Convolution(torch.autograd.Function):
         grad = grad.contiguous(memory_format=torch.channels_last)
         of_x = of_weight = of_bias = None
         if ctx.needs_input_grad[0]:
-            of_x = _kernels().convolve_back(grad, weight)
+            of_x = _kernels().convolve(grad, weight, None, turned=True)
         if ctx.needs_input_grad[1]:
             of_weight = _kernels().weight_gradient(x, grad)
         if ctx.needs_input_grad[2]:
@@ -73,9 +71,5 @@ class _Convolution(torch.autograd.Function):
         return of_x, of_weight, of_bias
 
 
-@functools.cache
 def _kernels() -> ModuleType | None:
-    try:
-        return importlib.import_module("cpvt_det.fast.winograd_numba")
-    except (ImportError, OSError):
-        return None
+    return routes.find_kernels("cpvt_det.fast.winograd_numba")

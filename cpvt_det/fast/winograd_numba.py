@@ -19,14 +19,22 @@ MOST_SUMS = 1 << 26  # numbers that all threads together may hold as sums of gra
 BLOCK = 1 << 20  # numbers in a block's tiles, before and after the products; they stay in the cache in between
 
 
-def convolve(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The convolution of (B, C, H, W), channels last, by (C', C, 3, 3) -> (B, C', H, W), channels last."""
-    return _convolve(x, _filters(weight, turned=False).transpose(1, 2), bias)
+def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, turned: bool = False) -> Tensor:
+    """The convolution of (B, C, H, W) by (C', C, 3, 3) -> (B, C', H, W), both channels last.
 
-
-def convolve_back(grad: Tensor, weight: Tensor) -> Tensor:
-    """The gradient of the convolution's input, which is the output's gradient convolved with the rotated kernels."""
-    return _convolve(grad, _filters(weight, turned=True), None)
+    With ``turned``, the kernels are rotated by half a turn and lead from C' to C channels. Of the output's gradient, this gives the
+    gradient of the input.
+    """
+    batch, _, height, width = x.shape
+    weight = weight.detach().permute(0, 2, 3, 1).contiguous()  # (C', C, 3, 3) -> (C', 3, 3, C)
+    filters = weight.new_empty(16, weight.shape[0], weight.shape[3])
+    run(_filters_to_tiles, (weight.numpy(), filters.numpy(), turned), cut(len(weight), filters.numel()))
+    filters = filters if turned else filters.transpose(1, 2)  # (16, C', C) -> (16, C, C')
+    channels = filters.shape[2]
+    bias = x.new_zeros(channels) if bias is None else bias.detach()
+    out = torch.empty((batch, channels, height, width), dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+    run(_convolve_rows, (_rows(x), filters, bias.numpy(), _rows(out)), _pieces(x, channels))
+    return out
 
 
 def weight_gradient(x: Tensor, grad: Tensor) -> Tensor:
@@ -38,24 +46,6 @@ def weight_gradient(x: Tensor, grad: Tensor) -> Tensor:
     weight = x.new_empty(out_channels, 3, 3, channels)
     run(_tiles_to_filters, (total.numpy(), weight.numpy()), cut(out_channels, total.numel()))
     return weight.permute(0, 3, 1, 2)
-
-
-def _filters(weight: Tensor, turned: bool) -> Tensor:
-    """(C', C, 3, 3) -> (16, C', C); if ``turned``, the kernels are rotated by half a turn first."""
-    weight = weight.detach().permute(0, 2, 3, 1).contiguous()
-    tiles = weight.new_empty(16, weight.shape[0], weight.shape[3])
-    run(_filters_to_tiles, (weight.numpy(), tiles.numpy(), turned), cut(len(weight), tiles.numel()))
-    return tiles
-
-
-def _convolve(x: Tensor, filters: Tensor, bias: Tensor | None) -> Tensor:
-    """(B, C, H, W) by (16, C, C') -> (B, C', H, W), both channels last."""
-    batch, _, height, width = x.shape
-    channels = filters.shape[2]
-    bias = x.new_zeros(channels) if bias is None else bias.detach()
-    out = torch.empty((batch, channels, height, width), dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
-    run(_convolve_rows, (_rows(x), filters, bias.numpy(), _rows(out)), _pieces(x, channels))
-    return out
 
 
 def _convolve_rows(x: Tensor, filters: Tensor, bias, out: Tensor, start: int, stop: int) -> None:

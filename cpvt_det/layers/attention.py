@@ -186,10 +186,16 @@ class DeformableAttention(nn.Module):
             TypeError: a mask that is not bool.
             ValueError: shapes that disagree.
         """
-        self._check(queries, reference_points, tokens, levels.padding_mask)
+        padding_mask = levels.padding_mask
+        require_bool(padding_mask)
+        if padding_mask.shape != tokens.shape[:2]:
+            raise ValueError(f"tokens {tuple(tokens.shape)} need a padding_mask (B, N), got {tuple(padding_mask.shape)}")
+        expected = (*queries.shape[:2], self.samples[1])
+        if reference_points.shape[:-1] != expected or reference_points.shape[-1] not in (2, 4):
+            raise ValueError(f"reference_points must be {(*expected, 2)} or {(*expected, 4)}, got {tuple(reference_points.shape)}")
         values = self.value_proj(tokens)
-        if has_padding(levels.padding_mask):
-            values = values.masked_fill(levels.padding_mask[..., None], 0)
+        if has_padding(padding_mask):
+            values = values.masked_fill(padding_mask[..., None], 0)
         values = values.unflatten(-1, (self.samples[0], -1))
         sampled = self.sample(queries, reference_points, levels)
         return self.output_proj(ms_deform_attn(values, levels.shapes, *sampled, self.implementation))
@@ -226,11 +232,3 @@ class DeformableAttention(nn.Module):
             (x[..., level, None, :] * share).expand(*x.shape[:-2], self.points[level], 2) for level, share in enumerate(shares)
         ]
         return torch.cat(parts, dim=-2).flatten(-2)[..., None, :]
-
-    def _check(self, queries: Tensor, reference_points: Tensor, tokens: Tensor, padding_mask: Tensor) -> None:
-        require_bool(padding_mask)
-        if padding_mask.shape != tokens.shape[:2]:
-            raise ValueError(f"tokens {tuple(tokens.shape)} need a padding_mask (B, N), got {tuple(padding_mask.shape)}")
-        expected = (*queries.shape[:2], self.samples[1])
-        if reference_points.shape[:-1] != expected or reference_points.shape[-1] not in (2, 4):
-            raise ValueError(f"reference_points must be {(*expected, 2)} or {(*expected, 4)}, got {tuple(reference_points.shape)}")

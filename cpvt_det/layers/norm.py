@@ -40,7 +40,20 @@ class MaskedBatchNorm2d(nn.BatchNorm2d):
             return super().forward(x)
         has_running = self.track_running_stats and self.momentum is not None
         if valid is None and not self.synchronised and x[:, 0].numel() > 1 and has_running:
-            return self._over_all(x)
+            # torch's own batch norm. Maps are passed as rows, because torch 2.15's CPU gradient is wrong for channels-last views of
+            # width 1. Maps with channels first and a larger width are passed as they are, because rows would need a copy, which
+            # takes a third of a network's time. Autograd stores the running statistics that it is given. Our running statistics
+            # change in place, so autograd gets copies of them.
+            mean, variance = self.running_mean.clone(), self.running_var.clone()
+            is_plain = x.ndim == 4 and x.shape[-1] > 1 and x.is_contiguous()
+            is_plain = is_plain and not x.is_contiguous(memory_format=torch.channels_last)
+            cells = x if is_plain else x.movedim(1, -1).reshape(-1, x.shape[1])
+            out = F.batch_norm(cells, mean, variance, self.weight, self.bias, True, self.momentum, self.eps)
+            with torch.no_grad():
+                self.num_batches_tracked += 1
+                self.running_mean.copy_(mean)
+                self.running_var.copy_(variance)
+            return out if is_plain else out.view(len(x), *x.shape[2:], -1).movedim(-1, 1)
         counted = x.new_ones(x[:, :1].shape) if valid is None else valid
         over_processes = self.synchronised and distributed.is_initialized()
         out, mean, variance, count = _Normalise.apply(x, counted, self.weight, self.bias, self.eps, over_processes)
@@ -51,25 +64,6 @@ class MaskedBatchNorm2d(nn.BatchNorm2d):
             unbiased = variance * (count / (count - 1).clamp(min=1))
             self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
             self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
-        return out
-
-    def _over_all(self, x: Tensor) -> Tensor:
-        """torch's own batch norm. Maps are passed as rows, because torch 2.15's CPU gradient is wrong for channels-last views of
-        width 1.
-
-        Maps with channels first and a larger width are passed as they are, because turning them into rows would need a copy,
-        which takes a third of a network's time. Autograd stores the running statistics that it is given. Our running statistics
-        change in place, so autograd gets copies of them.
-        """
-        mean, variance = self.running_mean.clone(), self.running_var.clone()
-        is_plain = x.ndim == 4 and x.shape[-1] > 1 and x.is_contiguous() and not x.is_contiguous(memory_format=torch.channels_last)
-        cells = x if is_plain else x.movedim(1, -1).reshape(-1, x.shape[1])
-        out = F.batch_norm(cells, mean, variance, self.weight, self.bias, True, self.momentum, self.eps)
-        out = out if is_plain else out.view(len(x), *x.shape[2:], -1).movedim(-1, 1)
-        with torch.no_grad():
-            self.num_batches_tracked += 1
-            self.running_mean.copy_(mean)
-            self.running_var.copy_(variance)
         return out
 
 
@@ -175,8 +169,13 @@ class _Normalise(torch.autograd.Function):
         mean = (rows * counted).sum(0) / safe
         # Two passes: the mean of squares minus the square of the mean cancels in float32.
         variance = ((rows - mean).square_() * counted).sum(0) / safe
-        if over_processes:
-            mean, variance, count = _over_processes(mean, variance, count)
+        if over_processes:  # one all-reduce, in float64, because the one-pass formula loses too many digits in float32
+            mean, variance, count = mean.double(), variance.double(), count.double()
+            sums = distributed.all_reduce_sum(torch.cat((count * mean, count * (variance + mean.square()), count[None])))
+            total, square, count = sums.split((len(mean), len(mean), 1))
+            count = count.squeeze(0)
+            mean = total / count.clamp(min=1)
+            variance = (square / count.clamp(min=1) - mean.square()).clamp(min=0)
         inverse = torch.rsqrt(variance + eps).to(rows.dtype)
         # Not from the rows: a map that is a view of them could not be written to in place, as the backbone does.
         centred = x.to(rows.dtype) - mean.to(rows.dtype)[:, None, None]
@@ -203,17 +202,3 @@ class _Normalise(torch.autograd.Function):
 def _rows(x: Tensor) -> Tensor:
     """(B, C, H, W) -> (B * H * W, C), because sums over such rows are fastest. A channels-last map is not copied."""
     return x.movedim(1, -1).reshape(-1, x.shape[1]).to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _over_processes(mean: Tensor, variance: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Combine the statistics of all processes by one all-reduce of sum, sum of squares and count.
-
-    This is done in float64, because the one-pass formula loses too many digits in float32. A process without a valid cell adds
-    nothing.
-    """
-    mean, variance, count = mean.double(), variance.double(), count.double()
-    sums = distributed.all_reduce_sum(torch.cat((count * mean, count * (variance + mean.square()), count[None])))
-    total, square, count = sums.split((len(mean), len(mean), 1))
-    count = count.squeeze(0)
-    mean = total / count.clamp(min=1)
-    return mean, (square / count.clamp(min=1) - mean.square()).clamp(min=0), count

@@ -12,15 +12,11 @@ from torch import Tensor
 
 from cpvt_det.common import defaults, distributed
 from cpvt_det.common.structures import PROPOSAL_LABEL, Predictions, Targets
-from cpvt_det.losses.matcher import HungarianMatcher, Matches, PaddedTargets
-from cpvt_det.losses.one_to_many import OneToManyMatcher
+from cpvt_det.losses.matcher import HungarianMatcher, Matches, OneToManyMatcher, PaddedTargets
 from cpvt_det.losses.terms import LOSS_REGISTRY, Loss, Matched, Normalizers
 
-Group = tuple[Predictions, PaddedTargets, Matches, Normalizers]
-"""Predictions and the other arguments of :meth:`SetCriterion.losses_by_layer`."""
-
-Unmatched = tuple[Predictions, PaddedTargets, Normalizers]
-"""The same before matching, so without the matches."""
+Group = tuple[Predictions, PaddedTargets, Normalizers]
+"""Predictions, their targets and the divisors of their losses."""
 
 
 @dataclass
@@ -111,30 +107,30 @@ class SetCriterion:
         padded = PaddedTargets.from_targets(targets, predictions.boxes.dtype)
         if normalizers is None:
             normalizers = self.normalizers(targets, predictions.logits.shape[2])
-        to_match = {"loss_": (predictions, padded, normalizers)}
+        groups = {"loss_": (predictions, padded, normalizers)}
         if predictions.proposals is not None:
             found = targets
             if not predictions.proposals.by_class:  # all objects have one class
                 found = [Targets(torch.full_like(target.labels, PROPOSAL_LABEL), target.boxes_cxcywh) for target in targets]
-            to_match["loss_proposal_"] = _repeated(predictions.proposals, found, normalizers, self.proposal_matches)
+            groups["loss_proposal_"] = _repeated(predictions.proposals, found, normalizers, self.proposal_matches)
         if predictions.hybrid is not None:
-            to_match["loss_hybrid_"] = _repeated(predictions.hybrid, targets, normalizers, self.hybrid_matches)
-        matches = self.matcher(*(group[:2] for group in to_match.values()))
-        found = zip(to_match.items(), matches, strict=True)
-        groups = {prefix: (of, wanted, pairs, divisors) for (prefix, (of, wanted, divisors)), pairs in found}
-        if predictions.one_to_many is not None:
-            many = predictions.one_to_many
-            groups["loss_many_"] = (many, padded, self.one_to_many(many, padded), normalizers)
-        if predictions.denoising is not None:
-            groups["loss_denoising_"] = _of_denoising(predictions.denoising, padded, normalizers)
+            groups["loss_hybrid_"] = _repeated(predictions.hybrid, targets, normalizers, self.hybrid_matches)
+        matches = dict(zip(groups, self.matcher(*(group[:2] for group in groups.values())), strict=True))
+        many, denoising = predictions.one_to_many, predictions.denoising
+        if many is not None:
+            groups["loss_many_"] = (many, padded, normalizers)
+            matches["loss_many_"] = self.one_to_many(many, padded)
+        if denoising is not None:
+            groups["loss_denoising_"] = (denoising, padded, _times(normalizers, denoising.groups))
+            matches["loss_denoising_"] = _known_matches(denoising)
         losses, finite = {}, []
-        for prefix, group in groups.items():
+        for prefix, (predicted, wanted, divisors) in groups.items():
             weights = self.many_weights if prefix == "loss_many_" else self.weights
-            for name, values in self.losses_by_layer(*group, weights).items():
+            for name, values in self.losses_by_layer(predicted, wanted, matches[prefix], divisors, weights).items():
                 losses[name.replace("loss_", prefix)] = weights[name] * values.sum()
-            logits, boxes = group[0].logits.detach(), group[0].boxes.detach()
+            logits, boxes = predicted.logits.detach(), predicted.boxes.detach()
             finite.append((logits.sum((0, 2, 3)) + boxes.sum((0, 2, 3))).isfinite())  # a sum is finite if all its terms are
-        return Losses(losses, self._metrics(predictions, padded, matches[0]), torch.stack(finite).all(0))
+        return Losses(losses, self._metrics(predictions, padded, matches["loss_"]), torch.stack(finite).all(0))
 
     def normalizers(self, targets: Sequence[Targets], num_queries: int) -> Normalizers:
         """The divisors for the images of one step; each process calls it with its own images.
@@ -182,19 +178,19 @@ class SetCriterion:
         }
 
 
-def _repeated(predictions: Predictions, targets: Sequence[Targets], normalizers: Normalizers, times: int) -> Unmatched:
+def _repeated(predictions: Predictions, targets: Sequence[Targets], normalizers: Normalizers, times: int) -> Group:
     """Predictions, and targets in which each object occurs ``times`` times."""
     objects = [Targets(target.labels.repeat(times), target.boxes_cxcywh.repeat(times, 1)) for target in targets]
     return predictions, PaddedTargets.from_targets(objects, predictions.boxes.dtype), _times(normalizers, times)
 
 
-def _of_denoising(denoising: Predictions, targets: PaddedTargets, normalizers: Normalizers) -> Group:
-    """The denoising queries with their matches. No search for matches is needed, because the object of each query is known."""
+def _known_matches(denoising: Predictions) -> Matches:
+    """The matches of denoising queries. No search for matches is needed, because the object of each query is known."""
     image, query = (denoising.objects >= 0).nonzero(as_tuple=True)
     layers = len(denoising.logits)
     pairs = (part.repeat(layers) for part in (image, query, denoising.objects[image, query]))
     layer = torch.arange(layers, device=image.device).repeat_interleave(len(image))
-    return denoising, targets, Matches(layer, *pairs), _times(normalizers, denoising.groups)
+    return Matches(layer, *pairs)
 
 
 def _times(normalizers: Normalizers, count: int) -> Normalizers:

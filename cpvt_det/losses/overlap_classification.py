@@ -131,12 +131,7 @@ class VarifocalClassification(OverlapClassification):
     Source: arXiv 2008.13367, section 3.2; the defaults from arXiv 2304.08069 (RT-DETR).
     """
 
-    def __init__(
-        self,
-        num_classes: int,
-        alpha: float = defaults.VARIFOCAL_ALPHA,
-        gamma: float = defaults.VARIFOCAL_GAMMA,
-    ):
+    def __init__(self, num_classes: int, alpha: float = defaults.VARIFOCAL_ALPHA, gamma: float = defaults.VARIFOCAL_GAMMA):
         require_between("alpha", alpha, 0)
         require_between("gamma", gamma, 0)
         super().__init__(num_classes, gamma, alpha)

@@ -3,20 +3,17 @@
 nor configs.
 """
 
-from cpvt_det.models.anchor_queries import AnchorQueries
 from cpvt_det.models.backbones import BACKBONE_REGISTRY, ResNetBackbone, VisionTransformer
+from cpvt_det.models.box_queries import AnchorQueries, MixedQueries
 from cpvt_det.models.classifier import Classifier
 from cpvt_det.models.deformable_detr import DeformableDETR, DeformableTransformer
 from cpvt_det.models.detector import Detector
 from cpvt_det.models.detr import DETR, Transformer
 from cpvt_det.models.distribution_decoder import DistributionDecoder
-from cpvt_det.models.hybrid_encoder import HybridEncoder, HybridTransformer
 from cpvt_det.models.image_model import ImageModel
-from cpvt_det.models.mixed_queries import MixedQueries
-from cpvt_det.models.necks import NECK_REGISTRY
-from cpvt_det.models.pyramid import SimplePyramid
+from cpvt_det.models.necks import NECK_REGISTRY, SimplePyramid
 from cpvt_det.models.queries import QUERY_REGISTRY
-from cpvt_det.models.real_time_detr import RealTimeDETR
+from cpvt_det.models.real_time_detr import HybridEncoder, HybridTransformer, RealTimeDETR
 
 __all__ = [
     "BACKBONE_REGISTRY",

@@ -77,7 +77,12 @@ class Classifier(ImageModel):
             TypeError: a mask that is not bool, or weights in half precision.
             ValueError: a mask of the wrong shape.
         """
-        special, tokens, mask = self._tokens(self.without_padding(images, padding_mask), padding_mask)
+        images = self.without_padding(images, padding_mask)
+        if hasattr(self.backbone, "tokens"):
+            special, tokens, mask = self.backbone.tokens(images, padding_mask)
+        else:
+            tokens = self.backbone(images, padding_mask)[-1].flatten(2).transpose(1, 2)  # (B, C, H, W) -> (B, N, C)
+            mask = level_padding_mask(padding_mask, self.strides[0]).flatten(1)
         if self.pool == "token":
             pooled = special.unbind(1)
         else:
@@ -86,14 +91,6 @@ class Classifier(ImageModel):
         with without_autocast(images):
             logits = [head(full_precision(vector)) for head, vector in zip(heads, pooled, strict=False)]
         return ClassLogits(torch.stack(logits))
-
-    def _tokens(self, images: Tensor, padding_mask: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
-        """Special tokens (B, S, C) or ``None``, patch tokens (B, N, C) and their padding mask (B, N)."""
-        if hasattr(self.backbone, "tokens"):
-            return self.backbone.tokens(images, padding_mask)
-        last = self.backbone(images, padding_mask)[-1]
-        mask = level_padding_mask(padding_mask, self.strides[0])
-        return None, last.flatten(2).transpose(1, 2), mask.flatten(1)  # (B, C, H, W) -> (B, N, C)
 
 
 def _head(channels: int, num_classes: int) -> nn.Linear:

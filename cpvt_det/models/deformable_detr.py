@@ -265,8 +265,11 @@ class DeformableDecoder(nn.Module):
         references = start = queries.references  # the places where a layer looks, and the boxes that it corrects
         for index, layer in enumerate(self.layers if self.training else self.layers[: self.eval_layers]):
             if index and heads.refine:
-                start = self.refine(decoded, references, outputs[-1].boxes, heads, index - 1)
+                # Boxes come from queries without the final norm. With ``twice``, the loss of this layer also trains the one before.
+                twice = self.look_forward_twice and self.training
+                start = heads.boxes(decoded, references, index - 1) if self.final_norm or twice else outputs[-1].boxes
                 references = start.detach()
+                start = start if twice else references
                 positions = positions if queries.place is None else queries.place(references, decoded)
             points = levels.to_level_coordinates(references)
             decoded = layer(decoded, positions, points, memory.tokens, levels, queries.attention_mask)
@@ -275,21 +278,6 @@ class DeformableDecoder(nn.Module):
                 many += [] if candidates is None else [heads(self.norm(candidates), start, index)]
             outputs.append(heads(self.norm(decoded), start, index))
         return dataclasses.replace(_stacked(outputs), one_to_many=_stacked(many) if many else None)
-
-    def refine(self, decoded: Tensor, references: Tensor, boxes: Tensor, heads: Heads, layer: int) -> Tensor:
-        """The boxes (B, Q, 4) from which the next layer starts. They have a gradient only in training, and only with
-        ``look_forward_twice``.
-
-        Args:
-            decoded: (B, Q, C) queries after this layer.
-            references: (B, Q, 2 or 4) points or boxes around which this layer sampled, without gradient.
-            boxes: (B, Q, 4) boxes of this layer for the loss.
-            heads: the heads of all layers.
-            layer: index of this layer.
-        """
-        twice = self.look_forward_twice and self.training
-        refined = heads.boxes(decoded, references, layer) if self.final_norm or twice else boxes
-        return refined if twice else refined.detach()
 
 
 def layers_in_evaluation(num_layers: int, eval_layers: int) -> int:

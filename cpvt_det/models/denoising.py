@@ -117,15 +117,12 @@ class ContrastiveDenoising(nn.Module):
         labels = labels[:, None, None].expand_as(objects)
         others = torch.randint_like(labels, self.num_classes)
         labels = torch.where(torch.rand(labels.shape, device=labels.device) < 0.5 * self.label_noise, others, labels)
-        return objects, labels, self._noised_boxes(boxes[:, None, None].expand(*objects.shape, 4))
-
-    def _noised_boxes(self, boxes: Tensor) -> Tensor:
-        """(B, G, 2, T, 4) cxcywh boxes, positives before negatives -> the same boxes with noise."""
+        boxes = boxes[:, None, None].expand(*objects.shape, 4)  # (B, T, 4) -> (B, G, 2, T, 4)
         noise = 2 * torch.rand_like(boxes) - 1
         noise[:, :, 1] += noise[:, :, 1].sign()
         halves = 0.5 * boxes[..., 2:].repeat(1, 1, 1, 1, 2)
         corners = cxcywh_to_xyxy(boxes) + noise * halves * self.box_noise
-        return inverse_sigmoid(xyxy_to_cxcywh(corners.clamp(0, 1)), NEAREST).sigmoid()
+        return objects, labels, inverse_sigmoid(xyxy_to_cxcywh(corners.clamp(0, 1)), NEAREST).sigmoid()
 
 
 def _mask(queries: Queries, groups: int, size: int) -> Tensor | None:

@@ -18,6 +18,8 @@ from cpvt_det.models.detector import Memory
 from cpvt_det.models.queries import Queries
 
 FARTHEST_POSITION = 10.0  # limit of the numbers in queries' positions, as in the authors' code
+NUM_LARGEST = 4  # how many of the largest probabilities of a side estimate a box's quality, together with their mean
+QUALITY_CHANNELS = 64  # inner channels of the estimate
 
 
 class Gate(nn.Module):
@@ -73,23 +75,17 @@ class GatedDecoderLayer(DeformableDecoderLayer):
 
 
 class QualityHead(nn.Module):
-    """Estimate a box's quality from the shape of its four distributions, and add it to the logits of all classes.
+    """Estimate a box's quality from the shape of its four distributions, and add it to the logits of all classes."""
 
-    Args:
-        num_largest: how many of the largest probabilities of each side are used. The mean of these probabilities is used, too.
-        hidden: inner channels.
-    """
-
-    def __init__(self, num_largest: int = 4, hidden: int = 64):
+    def __init__(self):
         super().__init__()
-        self.num_largest = num_largest
-        self.reg_conf = MLP(4 * (num_largest + 1), hidden, 1)
+        self.reg_conf = MLP(4 * (NUM_LARGEST + 1), QUALITY_CHANNELS, 1)
         nn.init.zeros_(self.reg_conf.layers[-1].weight)
         nn.init.zeros_(self.reg_conf.layers[-1].bias)
 
     def forward(self, logits: Tensor, sides: Tensor) -> Tensor:
         """Logits of classes (B, Q, K') and of bins (B, Q, 4, N + 1) -> (B, Q, K')."""
-        largest = sides.softmax(-1).topk(self.num_largest, dim=-1).values
+        largest = sides.softmax(-1).topk(NUM_LARGEST, dim=-1).values
         seen = torch.cat((largest, largest.mean(-1, keepdim=True)), dim=-1)
         return logits + self.reg_conf(seen.flatten(-2))
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torchvision.ops import StochasticDepth
 
 from cpvt_det.common.errors import UnknownNameError
 from cpvt_det.common.structures import Size
 from cpvt_det.layers.attention import Attention, Place
 from cpvt_det.layers.checkpointing import recomputed
-from cpvt_det.layers.drop_path import DropPath
 from cpvt_det.position.encoding import PositionEncoding
 
 ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu}
@@ -46,7 +46,8 @@ class EncoderLayer(FeedForward):
         activation: activation of the feed-forward network, ``relu`` or ``gelu`` (exact).
         norm_eps: number that norms add to the variance.
         drop_path: probability, in training, that an image skips the attention of a layer. It skips the feed-forward network with
-            the same probability, drawn separately.
+            the same probability, drawn separately. The other images are divided by the probability of keeping them
+            (arXiv 1603.09382, per image as in DeiT).
         attention_bias: whether queries, keys and values have a bias.
 
     Raises:
@@ -69,6 +70,8 @@ class EncoderLayer(FeedForward):
         super().__init__()
         if activation not in ACTIVATIONS:
             raise UnknownNameError("activation", activation, ACTIVATIONS)
+        if not 0 <= drop_path < 1:
+            raise ValueError(f"the probability of dropping a path must be at least 0 and below 1, got {drop_path}")
         self.pre_norm = pre_norm
         self.activation = ACTIVATIONS[activation]
         self.self_attn = Attention(channels, num_heads, dropout, attention_bias)
@@ -77,7 +80,7 @@ class EncoderLayer(FeedForward):
         self.norm1 = nn.LayerNorm(channels, norm_eps)
         self.norm2 = nn.LayerNorm(channels, norm_eps)
         self.dropout = nn.Dropout(dropout)
-        self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
+        self.drop_path = StochasticDepth(drop_path, "row") if drop_path else nn.Identity()
 
     def forward(
         self,

@@ -50,7 +50,10 @@ class ImageModel(nn.Module):
         Raises:
             UnknownNameError: a name that matches no part.
         """
-        freeze(self, parts)
+        require_parts(self, parts, "frozen")
+        for name, parameter in self.named_parameters():
+            if any(belongs_to_part(name, part) for part in parts):
+                parameter.requires_grad_(False)
         self.frozen = (*self.frozen, *parts)
         self.train(self.training)
 
@@ -78,8 +81,7 @@ class ImageModel(nn.Module):
             raise TypeError(
                 f"the weights of this {type(self).__name__} are {dtype}, which is too coarse for boxes; build the model in float32 "
                 "(see torch.set_default_dtype) or convert it with float(), and call it under torch.autocast(device, "
-                "torch.bfloat16), which "
-                "uses half precision where it can; in training, set SOLVER.AMP.ENABLED"
+                "torch.bfloat16), which uses half precision where it can; in training, set SOLVER.AMP.ENABLED"
             )
         return images.masked_fill(padding_mask[:, None], 0).contiguous(memory_format=torch.channels_last)
 
@@ -130,19 +132,3 @@ def require_parts(model: nn.Module, parts: Iterable[str], what: str) -> None:
         if not any(belongs_to_part(name, part) for name in names):
             known = {name.removeprefix("transformer.").partition(".")[0] for name in names}
             raise UnknownNameError(f"part of the model ({what})", part, known)
-
-
-def freeze(model: nn.Module, parts: Sequence[str]) -> None:
-    """Disable the gradients of parts.
-
-    Args:
-        model: a detector, changed in place.
-        parts: names as in :func:`belongs_to_part`.
-
-    Raises:
-        UnknownNameError: a name that matches no part.
-    """
-    require_parts(model, parts, "frozen")
-    for name, parameter in model.named_parameters():
-        if any(belongs_to_part(name, part) for part in parts):
-            parameter.requires_grad_(False)

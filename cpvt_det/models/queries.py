@@ -78,25 +78,24 @@ class Queries:
         """
         if self.objects is None and not self.num_denoising + self.num_hybrid:
             return dataclasses.replace(predictions, proposals=self.proposals)
+        expected = (predictions.logits.shape[1], self.num_denoising)
+        if self.num_denoising and (self.objects is None or self.objects.shape != expected):
+            raise ValueError(
+                f"with {self.num_denoising} denoising queries, objects must have shape {expected}: target indices, or -1"
+            )
+        denoising = None
+        if self.objects is not None:
+            learned = predictions.part(0, self.num_denoising)
+            denoising = dataclasses.replace(learned, objects=self.objects, groups=self.groups)
         own = (self.num_denoising, -self.num_hybrid or None)
         many = predictions.one_to_many
         return dataclasses.replace(
             predictions.part(*own),
             proposals=self.proposals,
             one_to_many=None if many is None else many.part(*own),
-            denoising=self._denoising(predictions),
+            denoising=denoising,
             hybrid=predictions.part(-self.num_hybrid, None) if self.num_hybrid else None,
         )
-
-    def _denoising(self, predictions: Predictions) -> Predictions | None:
-        expected = (predictions.logits.shape[1], self.num_denoising)
-        if self.num_denoising and (self.objects is None or self.objects.shape != expected):
-            raise ValueError(
-                f"with {self.num_denoising} denoising queries, objects must have shape {expected}: target indices, or -1"
-            )
-        if self.objects is None:
-            return None
-        return dataclasses.replace(predictions.part(0, self.num_denoising), objects=self.objects, groups=self.groups)
 
 
 class QueryEmbedding(nn.Embedding):
@@ -243,7 +242,10 @@ class ProposedQueries(nn.Module):
             logits, boxes = _pick(logits, chosen), _pick(boxes, chosen)
         proposals = Predictions(logits[None], boxes[None], by_class=self.class_proposals)
         queries = self._queries(references, proposals, _pick(tokens, chosen).detach())
-        queries = _with_hybrid(queries, hybrid) if hybrid else queries
+        if hybrid:  # the queries of this branch, which come last, and the other queries do not see each other
+            mask = queries.content.new_zeros(count, count)
+            mask[-hybrid:, :-hybrid] = mask[:-hybrid, -hybrid:] = -math.inf
+            queries = dataclasses.replace(queries, attention_mask=mask, num_hybrid=hybrid)
         return self.denoising(queries, targets, self.place) if learning and self.denoising is not None else queries
 
     def place(self, boxes: Tensor) -> Tensor:
@@ -286,7 +288,12 @@ class ProposedQueries(nn.Module):
         # An exported program takes any number of tokens; torch 2.9 cannot compile sym_max of plain numbers.
         missing = torch.sym_max(0, missing) if isinstance(missing, torch.SymInt) else max(0, missing)
         memory = F.pad(memory, (0, 0, 0, missing))
-        anchors = F.pad(_anchors(levels), (0, 0, 0, missing))
+        centers = levels.centers()
+        sizes = [
+            centers.new_full((height * width, 2), FINEST_SIDE * 2**level) for level, (height, width) in enumerate(levels.shapes)
+        ]
+        anchors = torch.cat((centers, torch.cat(sizes).expand_as(centers)), dim=-1)  # (B, N, 4), cxcywh of the unpadded image
+        anchors = F.pad(anchors, (0, 0, 0, missing))
         padded = F.pad(levels.padding_mask, (0, missing), value=True)[..., None]
         usable = ((anchors > 0.01) & (anchors < 0.99)).all(-1, keepdim=True) & ~padded
         tokens = self.enc_output_norm(self.enc_output(memory.masked_fill(~usable, 0)))
@@ -311,14 +318,6 @@ def sines_of_boxes(boxes: Tensor, channels: int) -> Tensor:
     return sines(boxes * (2 * math.pi), channels).flatten(-2)
 
 
-def _with_hybrid(queries: Queries, count: int) -> Queries:
-    """Make the last ``count`` queries the hybrid branch. The queries of this branch and the other queries do not see each other."""
-    total = queries.content.shape[1]
-    mask = queries.content.new_zeros(total, total)
-    mask[-count:, :-count] = mask[:-count, -count:] = -math.inf
-    return dataclasses.replace(queries, attention_mask=mask, num_hybrid=count)
-
-
 def _pick(values: Tensor, tokens: Tensor) -> Tensor:
     """(B, N, C) values and (B, Q) indices of tokens -> (B, Q, C)."""
     return values.gather(1, tokens[..., None].expand(-1, -1, values.shape[-1]))
@@ -332,12 +331,3 @@ def at_least_one(num_queries: int) -> int:
     if num_queries < 1:
         raise ValueError(f"num_queries must be at least 1, got {num_queries}")
     return num_queries
-
-
-def _anchors(levels: Levels) -> Tensor:
-    """The boxes that proposals start from, (B, N, 4) cxcywh in the frame of the unpadded image."""
-    centers = levels.centers()
-    sides = [FINEST_SIDE * 2**level for level in range(len(levels.shapes))]
-    cells = [height * width for height, width in levels.shapes]
-    sizes = torch.cat([centers.new_full((count, 2), side) for side, count in zip(sides, cells, strict=True)])
-    return torch.cat((centers, sizes.expand_as(centers)), dim=-1)

@@ -29,11 +29,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def ms_deform_attn(
-    value: Tensor,
-    level_shapes: Sequence[Size],
-    sampling_locations: Tensor,
-    attention_weights: Tensor,
-    implementation: str = "auto",
+    value: Tensor, level_shapes: Sequence[Size], sampling_locations: Tensor, attention_weights: Tensor, implementation: str = "auto"
 ) -> Tensor:
     """Sum bilinear samples of the value maps for every query and head, each multiplied by its attention weight.
 
@@ -68,11 +64,21 @@ def ms_deform_attn(
     """
     if implementation not in IMPLEMENTATIONS:
         raise UnknownNameError("implementation", implementation, IMPLEMENTATIONS)
-    _check_tensors(value, sampling_locations, attention_weights)
+    for name, tensor in (("value", value), ("sampling_locations", sampling_locations), ("attention_weights", attention_weights)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        if tensor.device != value.device:
+            raise ValueError(f"{name} is on {tensor.device}, value on {value.device}; move them to one device")
     device = value.device.type
     if _has_autocast(device) and torch.is_autocast_enabled(device):
-        value, sampling_locations, attention_weights = _under_autocast(value, sampling_locations, attention_weights)
-    _check_dtypes(value, sampling_locations, attention_weights)
+        value = _without_half(value) if device == "cpu" else value
+        sampling_locations, attention_weights = _without_half(sampling_locations), _without_half(attention_weights)
+    if value.dtype not in (torch.float32, torch.float64, *HALF):
+        raise TypeError(f"value must be float64, float32, float16 or bfloat16, got {value.dtype}")
+    for name, tensor in (("sampling_locations", sampling_locations), ("attention_weights", attention_weights)):
+        if tensor.dtype != value.dtype and not (tensor.dtype == torch.float32 and value.dtype in HALF):
+            beside = f"{value.dtype} or torch.float32" if value.dtype in HALF else f"{value.dtype}"
+            raise TypeError(f"{name} must be {beside} if value is {value.dtype}, got {tensor.dtype}; convert it with .to()")
     _check_shapes(value, level_shapes, sampling_locations, attention_weights)
     if implementation == "auto":
         implementation = _choose(device)
@@ -125,30 +131,8 @@ def _is_available(implementation: str) -> bool:
     return not isinstance(_kernels(implementation), Exception)
 
 
-def _under_autocast(value: Tensor, locations: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    value = _without_half(value) if value.device.type == "cpu" else value
-    return value, _without_half(locations), _without_half(weights)
-
-
 def _without_half(x: Tensor) -> Tensor:
     return x.float() if x.dtype in HALF else x
-
-
-def _check_tensors(value: Tensor, locations: Tensor, weights: Tensor) -> None:
-    for name, tensor in (("value", value), ("sampling_locations", locations), ("attention_weights", weights)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-        if tensor.device != value.device:
-            raise ValueError(f"{name} is on {tensor.device}, value on {value.device}; move them to one device")
-
-
-def _check_dtypes(value: Tensor, locations: Tensor, weights: Tensor) -> None:
-    if value.dtype not in (torch.float32, torch.float64, *HALF):
-        raise TypeError(f"value must be float64, float32, float16 or bfloat16, got {value.dtype}")
-    for name, tensor in (("sampling_locations", locations), ("attention_weights", weights)):
-        if tensor.dtype != value.dtype and not (tensor.dtype == torch.float32 and value.dtype in HALF):
-            beside = f"{value.dtype} or torch.float32" if value.dtype in HALF else f"{value.dtype}"
-            raise TypeError(f"{name} must be {beside} if value is {value.dtype}, got {tensor.dtype}; convert it with .to()")
 
 
 def _check_shapes(value: Tensor, level_shapes: Sequence[Size], locations: Tensor, weights: Tensor) -> None:
@@ -159,7 +143,19 @@ def _check_shapes(value: Tensor, level_shapes: Sequence[Size], locations: Tensor
     batch, tokens, heads, width = value.shape
     if not heads or not width:
         raise ValueError(f"value must have at least one head of at least one channel, got {tuple(value.shape)}")
-    _check_levels(level_shapes, tokens)
+    if not isinstance(level_shapes, (list, tuple)):
+        raise TypeError(f"level_shapes must be a list of pairs of integers, got {type(level_shapes).__name__}; use .tolist()")
+    if not level_shapes:
+        raise ValueError("level_shapes is empty; give (H, W) of at least one level")
+    total = 0
+    for level, shape in enumerate(level_shapes):
+        if not isinstance(shape, (list, tuple)) or not all(isinstance(side, (int, torch.SymInt)) for side in shape):
+            raise TypeError(f"level_shapes[{level}] must be (H, W), two integers, got {shape!r}")
+        if len(shape) != 2 or shape[0] < 1 or shape[1] < 1:
+            raise ValueError(f"level_shapes[{level}] must be (H, W) of at least one pixel, got {tuple(shape)}")
+        total += shape[0] * shape[1]
+    if total != tokens:
+        raise ValueError(f"level_shapes {[tuple(shape) for shape in level_shapes]} hold {total} tokens, value {tokens}")
     queries, points = locations.shape[1], locations.shape[4]
     if not points:
         raise ValueError(f"sampling_locations must have at least one point per head and level, got {tuple(locations.shape)}")
@@ -174,22 +170,6 @@ def _check_shapes(value: Tensor, level_shapes: Sequence[Size], locations: Tensor
             f"attention_weights {tuple(weights.shape)} do not fit sampling_locations {tuple(locations.shape)}; "
             f"expected (B, Q, M, L, P) = {expected}"
         )
-
-
-def _check_levels(level_shapes: Sequence[Size], tokens: int) -> None:
-    if not isinstance(level_shapes, (list, tuple)):
-        raise TypeError(f"level_shapes must be a list of pairs of integers, got {type(level_shapes).__name__}; use .tolist()")
-    if not level_shapes:
-        raise ValueError("level_shapes is empty; give (H, W) of at least one level")
-    total = 0
-    for level, shape in enumerate(level_shapes):
-        if not isinstance(shape, (list, tuple)) or not all(isinstance(side, (int, torch.SymInt)) for side in shape):
-            raise TypeError(f"level_shapes[{level}] must be (H, W), two integers, got {shape!r}")
-        if len(shape) != 2 or shape[0] < 1 or shape[1] < 1:
-            raise ValueError(f"level_shapes[{level}] must be (H, W) of at least one pixel, got {tuple(shape)}")
-        total += shape[0] * shape[1]
-    if total != tokens:
-        raise ValueError(f"level_shapes {[tuple(shape) for shape in level_shapes]} hold {total} tokens, value {tokens}")
 
 
 def _check_fused(implementation: str, device_type: str) -> None:

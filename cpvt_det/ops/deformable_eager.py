@@ -53,7 +53,14 @@ def _corners(shape: torch.Size, level_shapes: LevelShapes, locations: Tensor, we
     """The four neighbours of every sample: row indices in the flattened value, and weights, both (B, Q, M, 4 * L * P)."""
     batch, tokens, heads, _ = shape
     device = locations.device
-    height, width, first = _level_columns(level_shapes, device)
+    heights, widths = zip(*level_shapes, strict=True)
+    starts = [0]
+    for rows, columns in level_shapes[:-1]:
+        starts.append(starts[-1] + rows * columns)
+    # (L, 1) int64 each, made by ``full``, because it accepts symbolic numbers and needs no copy.
+    height, width, first = (
+        torch.cat([torch.full((1, 1), n, device=device) for n in column]) for column in (heights, widths, starts)
+    )
     x = locations[..., 0] * width - 0.5
     y = locations[..., 1] * height - 0.5
     x0, y0 = x.detach().floor(), y.detach().floor()
@@ -69,14 +76,3 @@ def _corners(shape: torch.Size, level_shapes: LevelShapes, locations: Tensor, we
             cell = row.long().clamp(min=0).minimum(height - 1) * width + column.long().clamp(min=0).minimum(width - 1)
             corners.append((image + first + cell) * heads + head)
     return torch.stack(corners, -1).flatten(3), torch.stack(factors, -1).flatten(3)
-
-
-def _level_columns(level_shapes: LevelShapes, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Heights, widths and first tokens of the levels, (L, 1) int64 each. ``full`` makes these tensors, because it accepts
-    symbolic numbers and needs no copy.
-    """
-    heights, widths = zip(*level_shapes, strict=True)
-    first = [0]
-    for height, width in level_shapes[:-1]:
-        first.append(first[-1] + height * width)
-    return tuple(torch.cat([torch.full((1, 1), n, device=device) for n in column]) for column in (heights, widths, first))

@@ -6,7 +6,9 @@ code is used instead. ``CPVT_DET_WITHOUT=all`` switches off all routes.
 """
 
 import functools
+import importlib
 import os
+from types import ModuleType
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +30,7 @@ ROUTES = {
 }
 """Route -> the instruction sets on which it is used, as prefixes of the names that :func:`instructions` returns.
 
-- ``linear`` (``fast/linear.py``): linear layers by oneDNN;
+- ``linear`` (``fast/layers.py``): linear layers by oneDNN;
 - ``pointwise`` (``fast/convolution.py``): 1x1 convolutions by oneDNN;
 - ``rows`` (``fast/convolution.py``): gradients of weights as products of rows;
 - ``winograd`` (``fast/winograd.py``): 3x3 convolutions with fewer multiplications;
@@ -55,24 +57,20 @@ def is_on(route: str) -> bool:
         ConfigError: the variable contains a name that is not in :data:`ROUTES`.
     """
     has_library = route in OWN or torch.backends.mkldnn.is_available()
-    return not {route, ALL} & set(_left_out()) and has_library and instructions().startswith(ROUTES[route])
+    return not {route, ALL} & set(left_out()) and has_library and instructions().startswith(ROUTES[route])
 
 
-def is_all_left_out() -> bool:
-    """Whether every route is switched off.
+def left_out() -> list[str]:
+    """The routes that are switched off, by name, or :data:`ALL`.
 
     Raises:
         ConfigError: the variable contains a name that is not in :data:`ROUTES`.
     """
-    return ALL in _left_out()
-
-
-def _left_out() -> list[str]:
-    left_out = [name.strip() for name in os.environ.get(SWITCH, "").split(",") if name.strip()]
-    for name in left_out:
+    names = [name.strip() for name in os.environ.get(SWITCH, "").split(",") if name.strip()]
+    for name in names:
         if name not in (*ROUTES, ALL):
             raise ConfigError(f"{SWITCH} names the unknown route {name!r}; known: {', '.join((*ROUTES, ALL))}")
-    return left_out
+    return names
 
 
 def instructions() -> str:
@@ -95,6 +93,17 @@ def _flags() -> dict[str, bool]:
     except (ImportError, OSError):
         return {}
     return dict(get_host_cpu_features())
+
+
+@functools.cache
+def find_kernels(module: str) -> ModuleType | None:
+    """A module of numba's kernels, imported when first needed. ``None`` if numba cannot be imported; deformable attention, which
+    loses more without it, warns of it.
+    """
+    try:
+        return importlib.import_module(module)
+    except (ImportError, OSError):
+        return None
 
 
 def is_plain(x: Tensor) -> bool:

@@ -35,17 +35,16 @@ class LearnedEncoding(PositionEncoding):
         nn.init.uniform_(self.col_embed.weight)
 
     def forward(self, features: Sequence[Tensor], padding_masks: Sequence[Tensor]) -> list[Tensor]:
-        return [self._encode(feature) for feature in features]
-
-    def _encode(self, feature: Tensor) -> Tensor:
-        batch, _, height, width = feature.shape
-        size = self.row_embed.num_embeddings
-        if height > size or width > size:
-            raise MapSizeError(
-                f"a map of {height} x {width} tokens is larger than the learned table of {size} x {size}; "
-                "set MODEL.POSITION.TABLE_SIZE, use smaller images, or an encoding without a table (sine, peg)"
-            )
-        columns = self.col_embed.weight[:width].expand(height, -1, -1)
-        rows = self.row_embed.weight[:height, None].expand(-1, width, -1)
-        table = torch.cat((columns, rows), dim=-1).permute(2, 0, 1)  # (H, W, C) -> (C, H, W)
-        return table.to(feature.dtype).expand(batch, -1, -1, -1)
+        encoded, size = [], self.row_embed.num_embeddings
+        for feature in features:
+            batch, _, height, width = feature.shape
+            if height > size or width > size:
+                raise MapSizeError(
+                    f"a map of {height} x {width} tokens is larger than the learned table of {size} x {size}; "
+                    "set MODEL.POSITION.TABLE_SIZE, use smaller images, or an encoding without a table (sine, peg)"
+                )
+            columns = self.col_embed.weight[:width].expand(height, -1, -1)
+            rows = self.row_embed.weight[:height, None].expand(-1, width, -1)
+            table = torch.cat((columns, rows), dim=-1).permute(2, 0, 1)  # (H, W, C) -> (C, H, W)
+            encoded.append(table.to(feature.dtype).expand(batch, -1, -1, -1))
+        return encoded

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Positional Encoding Generator (PEG) of CPVT's detection experiment, and the position encoding that is built from it."""
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -242,4 +243,35 @@ class PEGEncoding(PositionEncoding):
         return super().feed(*inputs) if self.additive is None else self.additive.feed(*inputs)
 
 
+class PlainPEGEncoding(PEGEncoding):
+    """PEGs as in CPVT's classifiers, with a bias, without norm and activation, after chosen encoder layers, alone or with another
+    encoding.
+
+    Args:
+        channels, num_levels, num_layers, additive, positions, share_levels, kernel_size, mask_input, zero_init: as in
+            :class:`PEGEncoding`.
+        peg: function that builds one PEG, as in :class:`PEGEncoding`, and also takes ``plain``.
+
+    Source: arXiv 2102.10882, algorithm 1.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        num_levels: int = 1,
+        num_layers: int = defaults.LAYERS,
+        additive: Callable[[int], PositionEncoding] | None = None,
+        peg: Callable[..., nn.Module] = PEGDetection,
+        positions: Sequence[int] = (0,),
+        share_levels: bool = False,
+        kernel_size: int = 3,
+        mask_input: bool = True,
+        zero_init: bool = False,
+    ):
+        peg = functools.partial(peg, plain=True)
+        acts = (positions, share_levels, kernel_size, "none", mask_input, zero_init)
+        super().__init__(channels, num_levels, num_layers, additive, peg, *acts)
+
+
 register_position("peg")(PEGEncoding)
+register_position("peg_plain")(PlainPEGEncoding)

@@ -42,21 +42,27 @@ class TableEncoding(PositionEncoding):
     def forward(self, features: Sequence[Tensor], padding_masks: Sequence[Tensor]) -> list[Tensor]:
         for mask in padding_masks:
             require_bool(mask)
-        return [self._encode(~mask, feature.dtype) for feature, mask in zip(features, padding_masks, strict=True)]
-
-    def _encode(self, valid: Tensor, dtype: torch.dtype) -> Tensor:
-        table = self.table.to(torch.promote_types(self.table.dtype, torch.float32))
-        axes = [
-            cubic_weights(valid.any(other).sum(1), valid.shape[axis], size, table.dtype, self.antialias)
-            for axis, other, size in ((1, 2, table.shape[1]), (2, 1, table.shape[2]))
-        ]
-        with without_autocast(table):
-            return interpolate(table, *axes).to(dtype)
+        return [stretch(self.table, mask, self.antialias).to(x.dtype) for x, mask in zip(features, padding_masks, strict=True)]
 
 
-def interpolate(table: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """Interpolate a table (C, I, J) to (B, C, H, W), with weights (B, H, I) for its rows and (B, W, J) for its columns."""
-    return rows[:, None] @ (table @ columns.mT[:, None])
+def stretch(table: Tensor, mask: Tensor, antialias: bool = False) -> Tensor:
+    """Interpolate a table (C, I, J) to the grid of each image's valid cells, in at least float32.
+
+    Args:
+        table: float.
+        mask: (B, H, W) bool, True = padded.
+        antialias: as in :class:`TableEncoding`.
+
+    Returns:
+        (B, C, H, W); values in padded cells are meaningless.
+    """
+    table, valid = table.to(torch.promote_types(table.dtype, torch.float32)), ~mask
+    rows, columns = (
+        cubic_weights(valid.any(other).sum(1), valid.shape[axis], table.shape[axis], table.dtype, antialias)
+        for axis, other in ((1, 2), (2, 1))
+    )
+    with without_autocast(table):
+        return rows[:, None] @ (table @ columns.mT[:, None])  # (B, 1, H, I) by (C, I, J) by (B, 1, J, W)
 
 
 def cubic_weights(extents: Tensor, side: int, size: int, dtype: torch.dtype, antialias: bool = False) -> Tensor:

@@ -23,7 +23,7 @@ from cpvt_det.common.structures import Detections
 from cpvt_det.export import check, program
 from cpvt_det.export.program import Canvas, ExportModule, foreign_operators, prepare, trace
 from cpvt_det.layers.norm import MaskedBatchNorm2d, MaskedGroupNorm, NoNorm
-from cpvt_det.models.hybrid_encoder import RepVGGBlock
+from cpvt_det.models.real_time_detr import RepVGGBlock
 from cpvt_det.position.peg import PEGDetection
 
 pytestmark = pytest.mark.usefixtures("shared_exports")

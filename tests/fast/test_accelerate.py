@@ -22,8 +22,8 @@ from cpvt_det.models.deformable_detr import (
 from cpvt_det.models.detector import Memory
 from cpvt_det.models.detr import DecoderLayer
 from cpvt_det.models.encoder import Encoder, EncoderLayer
-from cpvt_det.models.hybrid_encoder import ConvNorm, RepVGGBlock
 from cpvt_det.models.necks import ProjectionNeck
+from cpvt_det.models.real_time_detr import ConvNorm, RepVGGBlock
 from cpvt_det.ops import routes
 from cpvt_det.position import build_position
 

@@ -219,7 +219,7 @@ def test_dropout_of_attention_is_drawn_for_packed_tokens_too():
 @pytest.mark.parametrize("name", ["deit", "cpvt"])
 def test_a_vision_transformer_with_a_class_token_packs_its_patches(monkeypatch, name):
     torch.manual_seed(6)
-    backbone = accelerate(vision_transformer(name, "tiny", embed_dim=24, depth=2, num_heads=3)).double().eval()
+    backbone = accelerate(vision_transformer(f"{name}_tiny", embed_dim=24, depth=2, num_heads=3)).double().eval()
     mask = padding_mask_of([(96, 48), (64, 96)], (96, 96))
     images = torch.randn(2, 3, 96, 96, dtype=torch.float64).masked_fill(mask[:, None], 0)
     seen, packed = packings(monkeypatch), backbone.tokens(images, mask)

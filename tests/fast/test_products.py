@@ -13,11 +13,9 @@ from torch import nn
 from torchvision.ops import FrozenBatchNorm2d
 
 from cpvt_det.fast import convolution as convolution_module
-from cpvt_det.fast import linear as linear_module
-from cpvt_det.fast import winograd
+from cpvt_det.fast import layers, winograd
 from cpvt_det.fast.convolution import FastConv2d, convolve
-from cpvt_det.fast.layers import FastEncoderLayer
-from cpvt_det.fast.linear import FastLinear, linear
+from cpvt_det.fast.layers import FastEncoderLayer, FastLinear, linear
 from cpvt_det.layers.norm import folded
 from cpvt_det.ops import routes
 
@@ -28,9 +26,9 @@ from cpvt_det.ops import routes
 def library(request, monkeypatch):
     """All ways on every processor."""
     monkeypatch.setattr(routes, "is_on", lambda route: route in request.param)
-    for module in (linear_module, convolution_module):
+    for module in (layers, convolution_module):
         monkeypatch.setattr(module, "SMALL_PRODUCT", 0)
-    for module in (linear_module, winograd):
+    for module in (layers, winograd):
         monkeypatch.setattr(module, "SMALL", 0)
     return request.param
 

@@ -16,7 +16,7 @@ from cpvt_det.builders import build_criterion, build_detector
 from cpvt_det.common.errors import ConfigError
 from cpvt_det.common.structures import Predictions, Targets
 from cpvt_det.losses import FocalClassification, HungarianMatcher, SetCriterion
-from cpvt_det.models.mixed_queries import MixedQueries
+from cpvt_det.models.box_queries import MixedQueries
 from cpvt_det.models.queries import ProposedQueries
 
 MIXED = {**DEFORMABLE, **VARIANTS["two_stage"], "QUERIES__NAME": "mixed"}

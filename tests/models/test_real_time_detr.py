@@ -18,7 +18,7 @@ from cpvt_det.losses.terms import Matched, Normalizers
 from cpvt_det.models import BACKBONE_REGISTRY, HybridEncoder
 from cpvt_det.models.distribution_decoder import DistributionDecoder
 from cpvt_det.models.encoder import Encoder
-from cpvt_det.models.hybrid_encoder import ConvNorm, NormedNeck, RepVGGBlock
+from cpvt_det.models.real_time_detr import ConvNorm, NormedNeck, RepVGGBlock
 from cpvt_det.position import build_position
 
 KINDS = {"dfine": DFINE, "rtdetr": RTDETR, "dfine, resnet18d": {**DFINE, "MODEL__BACKBONE__NAME": "resnet18d"}}

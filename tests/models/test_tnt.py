@@ -15,7 +15,7 @@ from cpvt_det.checkpoint import convert_state_dict, load_backbone_weights
 from cpvt_det.checkpoint.convert import detect_source
 from cpvt_det.common.errors import ConfigError, WeightsError
 from cpvt_det.common.structures import PaddedBatch
-from cpvt_det.models.backbones.tnt_weights import convert_tnt
+from cpvt_det.models.backbones.vit_weights import convert_tnt
 
 TNT = {"NAME": "tnt_small", "STAGES": (4,), "NORM": "FrozenBN", "FREEZE_AT": 2}
 SMALL = {**TNT, "EMBED_DIM": 64, "DEPTH": 2, "NUM_HEADS": 2}

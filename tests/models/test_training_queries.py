@@ -17,8 +17,8 @@ from cpvt_det.common.boxes import cxcywh_to_xyxy
 from cpvt_det.common.errors import ConfigError
 from cpvt_det.common.structures import PaddedBatch, Predictions, Targets
 from cpvt_det.losses import FocalClassification, HungarianMatcher, SetCriterion
+from cpvt_det.models.box_queries import MixedQueries
 from cpvt_det.models.denoising import ContrastiveDenoising
-from cpvt_det.models.mixed_queries import MixedQueries
 from cpvt_det.models.queries import ProposedQueries, Queries
 
 SIZES = [(70, 45), (33, 90), (50, 64)]

@@ -186,7 +186,7 @@ def test_every_parameter_of_a_step_has_a_gradient_and_recomputing_changes_none(c
     gradients = []
     for recomputed in {False, checkpointing}:
         torch.manual_seed(0)
-        backbone = vision_transformer("cpvt", "tiny", embed_dim=16, depth=3, num_heads=2, drop_path=0.5, checkpointing=recomputed)
+        backbone = vision_transformer("cpvt_tiny", embed_dim=16, depth=3, num_heads=2, drop_path=0.5, checkpointing=recomputed)
         torch.manual_seed(3)
         batch = PaddedBatch.from_images([image.float() for image in draw()], 32)
         maps = backbone.train()(batch.images, batch.padding_mask)
@@ -197,9 +197,9 @@ def test_every_parameter_of_a_step_has_a_gradient_and_recomputing_changes_none(c
 
 
 def test_drop_path_rises_from_layer_to_layer_and_keeps_the_mean():
-    backbone = vision_transformer("cpvt", "tiny", drop_path=0.1, embed_dim=16, num_heads=2)
+    backbone = vision_transformer("cpvt_tiny", drop_path=0.1, embed_dim=16, num_heads=2)
     assert isinstance(backbone.encoder.layers[0].drop_path, nn.Identity)
-    rates = [layer.drop_path.probability for layer in backbone.encoder.layers[1:]]
+    rates = [layer.drop_path.p for layer in backbone.encoder.layers[1:]]
     assert rates == pytest.approx([0.1 * n / 11 for n in range(1, 12)])
     dropped = backbone.encoder.layers[-1].drop_path.train()
     torch.manual_seed(0)
@@ -216,7 +216,7 @@ def test_sizes_below_zero_are_refused(key):
 
 
 def test_initial_values_are_deit_s():
-    backbone = vision_transformer("deit", "tiny", depth=2)
+    backbone = vision_transformer("deit_tiny", depth=2)
     weights = [
         backbone.encoder.layers[0].linear1.weight,
         backbone.encoder.layers[1].self_attn.in_proj_weight,

@@ -128,17 +128,12 @@ def treat(network: nn.Module, treatments: Sequence[Treatment]) -> None:
 
 
 def _zero(module: nn.Module, args: tuple, grid: Grid) -> tuple | None:
-    cells = _BATCH.get()
-    return None if cells is None else (args[0] * cells.at(grid, args[0].dtype), *args[1:])
-
-
-def _zero_of_any_layout(module: nn.Module, args: tuple, grid: Grid) -> tuple | None:
     """Zero the padding of (B, C, h, w), or of (B, h, w, C) if the module works channels-last."""
     cells = _BATCH.get()
     if cells is None:
         return None
     zeroed = channels_second(module, args[0]) * cells.at(grid, args[0].dtype)
-    return (zeroed.movedim(1, -1) if module.channel_dim == -1 else zeroed, *args[1:])
+    return (zeroed.movedim(1, -1) if getattr(module, "channel_dim", 1) == -1 else zeroed, *args[1:])
 
 
 def _lowest(module: nn.Module, args: tuple, grid: Grid) -> tuple | None:
@@ -193,7 +188,6 @@ def _counted(module: nn.Module, args: tuple, grid: Grid) -> tuple | None:
 
 HOOKS: dict[str, tuple[Callable, Callable | None]] = {
     "zero": (_zero, None),
-    "zero of any layout": (_zero_of_any_layout, None),
     "lowest": (_lowest, _zero_after),
     "mean of valid": (_zero, _mean_of_valid),
     "mean": (_mean, None),
@@ -218,7 +212,7 @@ def kind_of(module: nn.Module, is_padded: bool = False) -> str:
         return "zero" if max(module.kernel_size) > 1 else ""
     if isinstance(module, (nn.BatchNorm2d, nn.GroupNorm)):
         return "counted"
-    return {"BlurPool2d": "zero", "GlobalResponseNorm": "zero of any layout"}.get(type(module).__name__, "")
+    return "zero" if type(module).__name__ in ("BlurPool2d", "GlobalResponseNorm") else ""
 
 
 def channels_second(module: nn.Module, x: Tensor) -> Tensor:

@@ -189,7 +189,27 @@ class ResNetBackbone(nn.Module):
 
     def make_trunk(self, name: str, norm: str, dilation: bool, last_stage: int, width: int) -> ResNet:
         """Build torchvision's network up to a stage."""
-        return _trunk(name, norm, dilation, last_stage, width)
+        block, depths = DEPTHS[name]
+        if dilation and block is BasicBlock:
+            raise ValueError(
+                f"{name} has no dilated stage 5 (DC5): torchvision dilates bottleneck blocks only; use resnet50 or resnet101"
+            )
+        dilated = [False, False, dilation]
+        trunk = torchvision.models.ResNet(block, depths, norm_layer=NORM_LAYERS[norm], replace_stride_with_dilation=dilated)
+        if width != STEM_WIDTH:  # rebuilt in the way of torchvision's constructor, which supports only 64 channels in the stem
+            trunk.inplanes, trunk.dilation = width, 1
+            trunk.conv1 = nn.Conv2d(3, width, kernel_size=7, stride=2, padding=3, bias=False)
+            trunk.bn1 = trunk._norm_layer(width)
+            for index, depth in enumerate(depths):
+                dilate, stride = dilation and index == 3, 2 if index else 1
+                setattr(trunk, f"layer{index + 1}", trunk._make_layer(block, width * 2**index, depth, stride, dilate))
+            for module in trunk.modules():
+                if isinstance(module, nn.Conv2d):
+                    nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        del trunk.fc, trunk.avgpool
+        for stage in range(last_stage + 1, 6):
+            delattr(trunk, f"layer{stage - 1}")
+        return trunk
 
     def layers_above(self, name: str) -> int:
         """Count the stages after a parameter; the stem is stage 1."""
@@ -244,36 +264,3 @@ def _run_block(block: BasicBlock | Bottleneck, x: Tensor, stride: int, valid: Ma
         x = valid.rectify(valid.convolve(block.conv1, block.bn1, x, out_stride), out_stride)
         x = valid.convolve(block.conv2, block.bn2, x, out_stride, shortcut)
     return valid.rectify(x, out_stride) if is_looked_across else x.relu_(), out_stride
-
-
-def _trunk(name: str, norm: str, dilation: bool, last_stage: int, width: int) -> ResNet:
-    block, depths = DEPTHS[name]
-    if dilation and block is BasicBlock:
-        raise ValueError(
-            f"{name} has no dilated stage 5 (DC5): torchvision dilates bottleneck blocks only; use resnet50 or resnet101"
-        )
-    trunk = torchvision.models.ResNet(
-        block,
-        list(depths),
-        norm_layer=NORM_LAYERS[norm],
-        replace_stride_with_dilation=[False, False, dilation],
-    )
-    if width != STEM_WIDTH:
-        _set_width(trunk, width, block, depths, dilation)
-    del trunk.fc, trunk.avgpool
-    for stage in range(last_stage + 1, 6):
-        delattr(trunk, f"layer{stage - 1}")
-    return trunk
-
-
-def _set_width(trunk: ResNet, width: int, block: type[nn.Module], depths: Sequence[int], dilation: bool) -> None:
-    """Rebuild stem and stages in the way of torchvision's constructor, which itself supports only 64 channels in the stem."""
-    trunk.inplanes, trunk.dilation = width, 1
-    trunk.conv1 = nn.Conv2d(3, width, kernel_size=7, stride=2, padding=3, bias=False)
-    trunk.bn1 = trunk._norm_layer(width)
-    for index, depth in enumerate(depths):
-        dilate, stride = dilation and index == 3, 2 if index else 1
-        setattr(trunk, f"layer{index + 1}", trunk._make_layer(block, width * 2**index, depth, stride, dilate))
-    for module in trunk.modules():
-        if isinstance(module, nn.Conv2d):
-            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

@@ -228,7 +228,9 @@ def survey_network(name: str, is_masked: bool) -> Survey:
     except Exception as error:  # exceptions of timm's networks at unsupported sizes have no common base class
         size = f"{canvas[0]} x {canvas[1]} pixels, and a backbone has to run on every canvas"
         raise ValueError(f"timm/{name} does not run on {size}: {first_line(error)}") from error
-    watch.remove()
+    for handle in watch.handles:
+        handle.remove()
+    treatments = tuple(watch.seen.values())
     expected = [(Grid(stride), count) for stride, count in zip(strides, channels, strict=True)]
     if [(Grid.of(canvas, map_), map_.shape[1]) for map_ in maps] != expected:
         shapes = ", ".join(str(tuple(map_.shape)) for map_ in maps)
@@ -237,12 +239,12 @@ def survey_network(name: str, is_masked: bool) -> Survey:
     if is_masked and not reason:
         _replace_norms(body, "FrozenBN", is_masked=True)
         try:
-            found = probe(body, forward, watch.treatments, max(part.out_grid.stride for part in watch.treatments))
+            found = probe(body, forward, treatments, max(part.out_grid.stride for part in treatments))
         except InexactError as error:
             reason = str(error)
         except Exception as error:  # from a part that accepts only one shape; no common base class here either
             reason = f"it cannot be run in a batch on a larger canvas: {first_line(error)}"
-    return Survey(tuple(strides), watch.units, (*watch.treatments, *found), reason)
+    return Survey(tuple(strides), watch.units, (*treatments, *found), reason)
 
 
 class _Watch:
@@ -251,18 +253,11 @@ class _Watch:
     def __init__(self, body: nn.Module, canvas: Sequence[int]):
         self.units: dict[str, int] = {}
         self.reason = ""
-        self._canvas, self._reach, self._seen = canvas, 1, {}
+        self.seen: dict[str, Treatment] = {}
+        self._canvas, self._reach = canvas, 1
         hooks = [(module, partial(self._see, name)) for name, module in body.named_modules() if kind_of(module)]
         hooks += [(module, partial(self._leave, name)) for name, module in _units(body)]
-        self._handles = [module.register_forward_hook(hook) for module, hook in hooks]
-
-    @property
-    def treatments(self) -> list[Treatment]:
-        return list(self._seen.values())
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+        self.handles = [module.register_forward_hook(hook) for module, hook in hooks]
 
     def _see(self, name: str, module: nn.Module, args: tuple, out: Tensor) -> None:
         grids = [Grid.of(self._canvas, channels_second(module, x)) for x in (args[0], out)]
@@ -273,7 +268,7 @@ class _Watch:
             return
         self._reach = max(self._reach, *(grid.stride for grid in grids))
         made = Treatment(name, kind_of(module, is_padded=grids[0].spare > 0), *grids)
-        if self._seen.setdefault(name, made) != made:
+        if self.seen.setdefault(name, made) != made:
             self.reason = self.reason or f"{name} is used at several strides"
 
     def _leave(self, name: str, *_: object) -> None:

@@ -15,9 +15,8 @@ from cpvt_det.common.errors import first_line
 from cpvt_det.common.exporting import is_exporting
 from cpvt_det.common.structures import has_padding, level_padding_mask
 from cpvt_det.layers.checkpointing import recomputed
-from cpvt_det.layers.heads import without_autocast
 from cpvt_det.models.backbones.timm_networks import load_weights, pixel_statistics, timm_with
-from cpvt_det.position.table import cubic_weights, interpolate
+from cpvt_det.position.table import stretch
 
 
 class TimmTransformer(nn.Module):
@@ -47,12 +46,7 @@ class TimmTransformer(nn.Module):
     """
 
     def __init__(
-        self,
-        name: str,
-        stages: Sequence[int] = (4,),
-        freeze_at: int = 2,
-        mask_padding: bool = True,
-        checkpointing: bool = False,
+        self, name: str, stages: Sequence[int] = (4,), freeze_at: int = 2, mask_padding: bool = True, checkpointing: bool = False
     ):
         super().__init__()
         if freeze_at < 0:
@@ -133,13 +127,7 @@ class TimmTransformer(nn.Module):
             return torch.cat((*first, patches.flatten(1, 2)), dim=1)
         count = 0 if body.no_embed_class else sum(token.shape[1] for token in first)
         table = body.pos_embed[0, count:].unflatten(0, body.patch_embed.grid_size)
-        valid, dtype = ~mask, torch.promote_types(table.dtype, torch.float32)
-        axes = [
-            cubic_weights(valid.any(other).sum(1), mask.shape[axis], table.shape[axis - 1], dtype, antialias=True)
-            for axis, other in ((1, 2), (2, 1))
-        ]
-        with without_autocast(patches):
-            positions = interpolate(table.to(dtype).permute(2, 0, 1), *axes).permute(0, 2, 3, 1)
+        positions = stretch(table.permute(2, 0, 1), mask, antialias=True).permute(0, 2, 3, 1)  # (B, C, H, W) -> (B, H, W, C)
         tokens = [*first, (patches + positions.to(patches.dtype)).flatten(1, 2)]
         if count:
             starts = body.pos_embed[:, :count].to(patches.dtype).split([token.shape[1] for token in first], dim=1)

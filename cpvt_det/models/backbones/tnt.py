@@ -12,22 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from cpvt_det.layers.checkpointing import recomputed
-from cpvt_det.models.backbones.contract import BACKBONE_REGISTRY
-from cpvt_det.models.backbones.tnt_weights import TNT, convert_tnt
-from cpvt_det.models.backbones.vit import INITIAL_STD, OWN_POSITIONS, BesideTokens, PositionBuilder, VisionTransformer
-from cpvt_det.models.backbones.vit_weights import load_vit
+from cpvt_det.models.backbones.vit import INITIAL_STD, BesideTokens, VisionTransformer, register_transformer
+from cpvt_det.models.backbones.vit_weights import TNT, convert_tnt, load_vit
 from cpvt_det.models.encoder import EncoderLayer, inside_layer, rising_rates
-from cpvt_det.position import build_position
 
-SIZES = {"small": (384, 12, 6, 24), "base": (640, 12, 10, 40)}
-"""Size -> channels, layers, heads, and channels of pixels (arXiv 2103.00112, table 1)."""
+SIZES = {"small": (384, 12, 6), "base": (640, 12, 10)}
+"""Size -> channels, layers and heads (arXiv 2103.00112, table 1)."""
 INNER_HEADS = 4
 STRIDE = 4  # image pixels per pixel token, along each side
 
 
 class TransformerInTransformer(VisionTransformer):
     """A :class:`VisionTransformer` whose patches are made from pixel tokens. Every layer adds the pixel tokens to their patch
-    again.
+    again. Pixel tokens have a sixteenth as many channels as patches, rounded down to a multiple of 4, and at least 4.
 
     By default, the patches have a position table; another encoding can replace it. The pixels of all patches share one table of 4 x
     4 cells. A PEG acts on the patches after a layer. Images may have any size.
@@ -35,7 +32,6 @@ class TransformerInTransformer(VisionTransformer):
     Args:
         channels, num_layers, num_heads, position, patch_size, num_tokens, drop_path, stages, checkpointing: as in
             :class:`VisionTransformer`; the side of a patch is at least 4 pixels.
-        inner_channels: channels of pixel tokens, a multiple of 4.
         legacy: whether to build the network of the article's first version. Its stem convolution looks beyond a patch, and pixels
             are added to patches after a norm per pixel and a linear layer.
         squeeze: whether the outer feed-forward outputs are weighted by channel (SE).
@@ -54,19 +50,13 @@ class TransformerInTransformer(VisionTransformer):
     pixel_mean = pixel_std = (127.5, 127.5, 127.5)
 
     def _build(
-        self,
-        channels: int,
-        num_layers: int,
-        num_heads: int,
-        checkpointing: bool,
-        inner_channels: int = SIZES["small"][-1],
-        legacy: bool = False,
-        squeeze: bool = False,
+        self, channels: int, num_layers: int, num_heads: int, checkpointing: bool, legacy: bool = False, squeeze: bool = False
     ) -> None:
         side = self.strides[0] // STRIDE
         if not side:
             raise ValueError(f"patches of a TNT need sides of at least {STRIDE} pixels, got {self.strides[0]}")
         self.legacy = legacy
+        inner_channels = 4 * max(1, channels // 64)
         self.pixel_embed = nn.Conv2d(3, inner_channels, kernel_size=7, stride=STRIDE, padding=3)
         self.pixel_table = nn.Parameter(torch.empty(inner_channels, side, side))
         nn.init.trunc_normal_(self.pixel_table, std=INITIAL_STD)
@@ -123,14 +113,7 @@ class _Layer(nn.Module):
     """The inner transformer over pixels, the addition of pixels to their patches, and the outer transformer over patches."""
 
     def __init__(
-        self,
-        channels: int,
-        num_heads: int,
-        inner_channels: int,
-        num_pixels: int,
-        drop_path: float,
-        legacy: bool,
-        squeeze: bool,
+        self, channels: int, num_heads: int, inner_channels: int, num_pixels: int, drop_path: float, legacy: bool, squeeze: bool
     ):
         super().__init__()
         shared = {"dropout": 0.0, "pre_norm": True, "activation": "gelu", "drop_path": drop_path, "attention_bias": False}
@@ -189,52 +172,6 @@ class _Encoder(nn.Module):
         return self.norm(tokens)
 
 
-def transformer_in_transformer(
-    size: str,
-    variant: str = "",
-    position: PositionBuilder | None = None,
-    embed_dim: int = 0,
-    depth: int = 0,
-    num_heads: int = 0,
-    patch_size: int = 16,
-    num_tokens: int = 1,
-    drop_path: float = 0.0,
-    stages: Sequence[int] | None = None,
-    checkpointing: bool = False,
-) -> TransformerInTransformer:
-    """Build a TNT, which ``MODEL.BACKBONE.NAME`` calls ``tnt_small`` and so on.
-
-    Args:
-        size: key of ``SIZES``.
-        variant: ``legacy`` or ``se`` (for ``squeeze``), as in :class:`TransformerInTransformer`; empty for neither.
-        position: builder of an encoding that replaces the table.
-        embed_dim: number of channels of the patches; 0 means as many as the named model has. For any other number, pixels have
-            about a sixteenth as many channels.
-        depth: number of layers; 0 means 12.
-        num_heads: number of attention heads; 0 means as many as the named model has.
-        patch_size: side of a patch in pixels, a power of 2; also the stride of the only map.
-        num_tokens: number of tokens in addition to the patches: 1 for the class token, 2 for class and distillation tokens, 0 for
-            none.
-        drop_path: probability that an image skips a part of the last layer; it rises from 0 in the first layer.
-        stages, checkpointing: as in :class:`cpvt_det.models.backbones.vit.VisionTransformer`.
-
-    Raises:
-        ValueError: as in :class:`TransformerInTransformer`.
-    """
-    *own, inner_channels = SIZES[size]
-    sizes = [given or usual for given, usual in zip((embed_dim, depth, num_heads), own, strict=True)]
-    position = position or partial(build_position, OWN_POSITIONS[f"tnt_{size}"])
-    options = {
-        "inner_channels": 4 * max(1, embed_dim // 64) if embed_dim else inner_channels,
-        "legacy": variant == "legacy",
-        "squeeze": variant == "se",
-    }
-    shared = (position, patch_size, num_tokens, drop_path, stages, checkpointing)
-    return TransformerInTransformer(*sizes, *shared, **options)
-
-
-for _size in SIZES:
-    for _variant in ("", "legacy", "se"):
-        _name = f"tnt_{_size}_{_variant}".rstrip("_")
-        BACKBONE_REGISTRY.register_as(_name)(partial(transformer_in_transformer, _size, _variant))
-        OWN_POSITIONS[_name] = "table"
+for _size, _numbers in SIZES.items():
+    for _variant, _options in (("", {}), ("_legacy", {"legacy": True}), ("_se", {"squeeze": True})):
+        register_transformer(f"tnt_{_size}{_variant}", partial(TransformerInTransformer, **_options), _numbers, "table")

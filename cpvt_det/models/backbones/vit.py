@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cpvt_det.common.errors import UnknownNameError
 from cpvt_det.common.structures import Size, has_padding, level_padding_mask
 from cpvt_det.layers.attention import Attention
 from cpvt_det.models.backbones.contract import BACKBONE_REGISTRY
@@ -223,9 +222,14 @@ class BesideTokens:
         return queries, keys, None if bias is None else F.pad(bias, (count, 0, count, 0))
 
 
+NAMED: dict[str, tuple[Callable[..., VisionTransformer], tuple[int, int, int]]] = {}
+"""Name of a vision transformer -> class, and channels, layers and heads."""
+OWN_POSITIONS: dict[str, str] = {}
+"""Name of a vision transformer -> its own position encoding."""
+
+
 def vision_transformer(
-    family: str,
-    size: str,
+    name: str,
     position: PositionBuilder | None = None,
     embed_dim: int = 0,
     depth: int = 0,
@@ -236,12 +240,13 @@ def vision_transformer(
     stages: Sequence[int] | None = None,
     checkpointing: bool = False,
 ) -> VisionTransformer:
-    """Build a DeiT or a CPVT, which ``MODEL.BACKBONE.NAME`` calls ``deit_tiny`` and so on.
+    """Build a DeiT, a CPVT or a TNT.
 
     Args:
-        family: ``deit``, whose own encoding is a table, or ``cpvt``, whose own encoding is one PEG after the first layer.
-        size: key of ``SIZES``.
-        position: builder of an encoding that replaces the family's own.
+        name: key of ``NAMED``, which is also a value of ``MODEL.BACKBONE.NAME``: ``deit_tiny`` and so on, whose own encoding is a
+            table; ``cpvt_tiny`` and so on, whose own encoding is one PEG after the first layer; or a name of
+            :mod:`cpvt_det.models.backbones.tnt`.
+        position: builder of an encoding that replaces the model's own.
         embed_dim: number of channels; 0 means as many as the named model has.
         depth: number of layers; 0 means 12.
         num_heads: number of attention heads; 0 means as many as the named model has.
@@ -252,25 +257,25 @@ def vision_transformer(
         stages, checkpointing: as in :class:`VisionTransformer`.
 
     Raises:
-        UnknownNameError: an unknown family or size.
         ValueError: as in :class:`VisionTransformer`.
     """
-    for kind, name, known in (("family of vision transformers", family, POSITIONS), ("size of one", size, SIZES)):
-        if name not in known:
-            raise UnknownNameError(kind, name, known)
     if min(embed_dim, depth, num_heads) < 0:
         raise ValueError(f"EMBED_DIM, DEPTH and NUM_HEADS must be at least 0, got {embed_dim}, {depth} and {num_heads}")
-    sizes = [given or own for given, own in zip((embed_dim, depth, num_heads), SIZES[size], strict=True)]
-    position = position or partial(build_position, POSITIONS[family])
-    return VisionTransformer(*sizes, position, patch_size, num_tokens, drop_path, stages, checkpointing)
+    network, own = NAMED[name]
+    sizes = [given or usual for given, usual in zip((embed_dim, depth, num_heads), own, strict=True)]
+    position = position or partial(build_position, OWN_POSITIONS[name])
+    return network(*sizes, position, patch_size, num_tokens, drop_path, stages, checkpointing)
 
 
-OWN_POSITIONS: dict[str, str] = {}
-"""Name of a vision transformer -> its own position encoding."""
+def register_transformer(name: str, network: Callable[..., VisionTransformer], sizes: tuple[int, int, int], position: str) -> None:
+    """Register a vision transformer as a backbone; the arguments are its name and what ``NAMED`` and ``OWN_POSITIONS`` hold."""
+    NAMED[name], OWN_POSITIONS[name] = (network, sizes), position
+    BACKBONE_REGISTRY.register_as(name)(partial(vision_transformer, name))
+
+
 for _family, _position in POSITIONS.items():
-    for _size in SIZES:
-        BACKBONE_REGISTRY.register_as(f"{_family}_{_size}")(partial(vision_transformer, _family, _size))
-        OWN_POSITIONS[f"{_family}_{_size}"] = _position
+    for _size, _numbers in SIZES.items():
+        register_transformer(f"{_family}_{_size}", VisionTransformer, _numbers, _position)
 
 
 def _initialise(module: nn.Module) -> None:
