@@ -232,22 +232,17 @@ def changed_keys(before: str, now: str) -> list[str]:
         "KEY was X, is Y" for each key that differs. An option that only one of the configs sets is shown as "unset" for the other.
     """
     old, new = (dict(flat_items(CfgNode.load_cfg(text))) for text in (before, now))
-    options = (old.keys() ^ new.keys()) - set(key_names(get_cfg()))
+    options = (old.keys() ^ new.keys()) - dict(flat_items(get_cfg())).keys()
     keys = {key for key in (old.keys() & new.keys()) | options if not SAME_RUN.match(key) and old.get(key) != new.get(key)}
-    return [f"{key} was {_told(old, key)}, is {_told(new, key)}" for key in sorted(keys)]
-
-
-def _told(values: dict[str, Any], key: str) -> str:
-    return repr(values[key]) if key in values else "unset"
-
-
-def key_names(cfg: CfgNode) -> list[str]:
-    """The full names of all keys of a config, as in ``MODEL.POSITION.NAME``."""
-    return [name for name, _ in flat_items(cfg)]
+    changes = []
+    for key in sorted(keys):
+        was, now = (repr(values[key]) if key in values else "unset" for values in (old, new))
+        changes.append(f"{key} was {was}, is {now}")
+    return changes
 
 
 def flat_items(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Pairs (full name, value) of all keys that are not groups."""
+    """Pairs (full name, value), such as ``("MODEL.POSITION.NAME", "peg")``, of all keys that are not groups."""
     for key, value in node.items():
         yield from flat_items(value, f"{prefix}{key}.") if isinstance(value, dict) else [(f"{prefix}{key}", value)]
 
@@ -381,12 +376,10 @@ def merge_overrides(cfg: CfgNode, overrides: Sequence[str]) -> None:
         raise ConfigError(f"overrides must be KEY VALUE pairs, but the number of words is odd: {' '.join(overrides)}")
     for key, value in zip(overrides[::2], overrides[1::2], strict=True):
         try:
-            nested: Any = CfgNode._decode_cfg_value(value)
+            decoded = CfgNode._decode_cfg_value(value)
         except (TypeError, MemoryError, RecursionError) as error:  # a list as a key, a thousand brackets
             raise ConfigError(f"the command line: cannot read the value of {key}: {first_line(error)}") from error
-        for part in reversed(key.split(".")):
-            nested = {part: nested}
-        merge_checked(cfg, CfgNode(nested), "the command line")
+        merge_checked(cfg, CfgNode(nested([(key, decoded)])), "the command line")
 
 
 def merge_checked(cfg: CfgNode, other: CfgNode, source: str) -> None:

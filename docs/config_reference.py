@@ -59,7 +59,7 @@ def find_keys() -> list[Key]:
     for function in ast.parse(source).body:
         if isinstance(function, ast.FunctionDef):
             described |= {name: comments.get(line, "") for name, line in _assignments(function)}
-    return [Key(name, _value(cfg, name), described[name]) for name in cpvt_det.config.key_names(cfg) if name in described]
+    return [Key(name, _value(cfg, name), described[name]) for name, _ in cpvt_det.config.flat_items(cfg) if name in described]
 
 
 def _assignments(function: ast.FunctionDef) -> Iterator[tuple[str, int]]:

@@ -9,39 +9,24 @@ from typing import Any
 
 _NAMES = {
     "data": (
-        "build_evaluator",
-        "build_test_loader",
-        "build_test_mapper",
-        "build_tiling",
-        "build_train_loader",
-        "check_evaluation",
-        "load_splits",
-        "load_tests",
+        "build_evaluator build_test_loader build_test_mapper build_tiling build_train_loader check_evaluation load_splits "
+        "load_tests"
     ),
-    "datasets": ("check_class_datasets", "check_datasets", "set_classes", "training_records"),
+    "datasets": "check_class_datasets check_datasets set_classes training_records",
     "detector": (
-        "DETECTOR_REGISTRY",
-        "build_detector",
-        "detector_arguments",
-        "is_classifier",
-        "register_detector",
-        "shared_arguments",
-        "transformer_arguments",
+        "DETECTOR_REGISTRY build_decoder build_detector build_postprocessor detector_arguments is_classifier register_detector "
+        "shared_arguments transformer_arguments"
     ),
-    "outputs": ("build_criterion", "build_decoder", "build_device", "build_postprocessor"),
-    "parts": ("backbone_position", "build_backbone", "build_classification", "build_encoder_position", "require_patches"),
+    "parts": (
+        "backbone_position build_backbone build_classification build_criterion build_device build_encoder_position require_patches"
+    ),
     "classifier_run": (
-        "build_class_criterion",
-        "build_class_mapper",
-        "build_class_test_loader",
-        "build_class_train_loader",
-        "build_mixing",
-        "load_class_splits",
-        "load_class_tests",
+        "build_class_mapper build_class_test_loader build_class_train_loader build_class_training_model load_class_splits "
+        "load_class_tests"
     ),
-    "training": ("build_ema", "build_optimizer", "build_schedule", "build_step"),
+    "training": "build_ema build_optimizer build_schedule build_step",
 }
-_MODULES = {name: module for module, names in _NAMES.items() for name in names}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = list(_MODULES)
 
 

@@ -5,19 +5,18 @@ from collections.abc import Sequence
 
 import torch
 from fvcore.common.config import CfgNode
+from torch import nn
 
-from cpvt_det.builders.data import load_checked, require_rgb
-from cpvt_det.builders.datasets import check_class_datasets, require_names
+from cpvt_det.builders.data import load_checked, load_for_tests, load_for_training, require_rgb
+from cpvt_det.builders.datasets import check_class_datasets
 from cpvt_det.builders.detector import is_classifier
-from cpvt_det.builders.outputs import build_device
-from cpvt_det.common import distributed
 from cpvt_det.common.errors import ConfigError, config_errors
 from cpvt_det.data.classify import ClassMapper, central_transform, crop_transform
 from cpvt_det.data.coco import CocoDataset
-from cpvt_det.data.loader import MappedDataset, SampleLoader, TrainBatches, evaluation_loader
+from cpvt_det.data.loader import MappedDataset, SampleLoader
 from cpvt_det.data.records import ImageRecord
 from cpvt_det.losses.soft_labels import ClassCriterion
-from cpvt_det.solver.classify import BatchMixing
+from cpvt_det.solver.classify import BatchMixing, ClassTrainingModel, Teacher
 
 
 def load_class_splits(cfg: CfgNode) -> tuple[list[CocoDataset], list[CocoDataset]]:
@@ -27,16 +26,14 @@ def load_class_splits(cfg: CfgNode) -> tuple[list[CocoDataset], list[CocoDataset
         BadInputError: as for ``load_splits``; a model that is not a classifier.
     """
     _check_settings(cfg)
-    require_names(cfg, "TRAIN")
-    data = load_checked(cfg, ("TRAIN", "TEST"), check_class_datasets)
-    return data.train, data.tests
+    return load_checked(cfg, ("TRAIN", "TEST"), check_class_datasets)
 
 
 def load_class_tests(cfg: CfgNode) -> list[CocoDataset]:
     """The test sets alone; errors as in :func:`load_class_splits`."""
     _check_settings(cfg)
-    require_names(cfg, "TEST")
-    return load_checked(cfg, ("TEST",), check_class_datasets).tests
+    _, tests = load_checked(cfg, ("TEST",), check_class_datasets)
+    return tests
 
 
 def build_class_train_loader(cfg: CfgNode, records: Sequence[ImageRecord], seed: int) -> SampleLoader:
@@ -53,15 +50,7 @@ def build_class_train_loader(cfg: CfgNode, records: Sequence[ImageRecord], seed:
             node.SIZE, tuple(node.SCALE), tuple(node.RATIO), flip, tuple(node.RANDAUGMENT), node.ERASE, colour
         )
         dataset = MappedDataset(records, ClassMapper(transform, with_targets=True), seed, patience=cfg.DATALOADER.PATIENCE)
-        batches = TrainBatches(
-            len(records),
-            cfg.SOLVER.IMS_PER_BATCH,
-            seed,
-            rank=distributed.rank(),
-            world_size=distributed.world_size(),
-            repeats=node.REPEATS,
-        )
-        return SampleLoader(dataset, batches, cfg.DATALOADER.NUM_WORKERS, pin_memory=build_device(cfg).type == "cuda")
+        return load_for_training(cfg, dataset, seed, repeats=node.REPEATS)
 
 
 def build_class_mapper(cfg: CfgNode) -> ClassMapper:
@@ -78,25 +67,23 @@ def build_class_mapper(cfg: CfgNode) -> ClassMapper:
 
 def build_class_test_loader(cfg: CfgNode, records: Sequence[ImageRecord]) -> torch.utils.data.DataLoader:
     """A loader that reads every record once, at the test size; the records are divided among the processes."""
-    dataset = MappedDataset(records, build_class_mapper(cfg), patience=cfg.DATALOADER.PATIENCE)
-    world_size = distributed.world_size()
-    share = max(1, cfg.TEST.IMS_PER_BATCH // world_size)
-    return evaluation_loader(dataset, share, cfg.DATALOADER.NUM_WORKERS, distributed.rank(), world_size)
+    return load_for_tests(cfg, records, build_class_mapper(cfg))
 
 
-def build_class_criterion(cfg: CfgNode) -> ClassCriterion:
-    """The loss of ``MODEL.CLASSIFIER``."""
-    node = cfg.MODEL.CLASSIFIER
+def build_class_training_model(cfg: CfgNode, classifier: nn.Module, teacher: Teacher | None) -> ClassTrainingModel:
+    """A classifier with the loss of ``MODEL.CLASSIFIER``, the Mixup and CutMix of ``INPUT.CLASSIFY``, and a teacher.
+
+    Raises:
+        ConfigError: values of these keys that cannot be used.
+    """
+    node, given = cfg.MODEL.CLASSIFIER, cfg.INPUT.CLASSIFY
     if node.TEACHER_WEIGHTS and not node.TEACHER.startswith("timm/"):
         raise ConfigError(f"MODEL.CLASSIFIER.TEACHER_WEIGHTS is {node.TEACHER_WEIGHTS!r}, but the teacher is not a timm network")
     with config_errors("MODEL.CLASSIFIER.SMOOTHING"):
-        return ClassCriterion(cfg.MODEL.CLASSIFIER.SMOOTHING)
-
-
-def build_mixing(cfg: CfgNode) -> BatchMixing:
-    """Mixup and CutMix of ``INPUT.CLASSIFY``."""
+        criterion = ClassCriterion(node.SMOOTHING)
     with config_errors("INPUT.CLASSIFY"):
-        return BatchMixing(cfg.MODEL.NUM_CLASSES, cfg.INPUT.CLASSIFY.MIXUP, cfg.INPUT.CLASSIFY.CUTMIX)
+        mixing = BatchMixing(cfg.MODEL.NUM_CLASSES, given.MIXUP, given.CUTMIX)
+    return ClassTrainingModel(classifier, criterion, mixing, teacher)
 
 
 def _check_settings(cfg: CfgNode) -> None:

@@ -4,16 +4,19 @@
 import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from fvcore.common.config import CfgNode
 
 from cpvt_det.builders.augmentation import build_augmentations, check_augmentations, closing_epoch
 from cpvt_det.builders.datasets import check_datasets, require_names
-from cpvt_det.builders.outputs import build_device, build_postprocessor
+from cpvt_det.builders.detector import build_postprocessor
+from cpvt_det.builders.parts import build_device
 from cpvt_det.common import distributed
 from cpvt_det.common.errors import ConfigError, DataError, UnknownNameError, config_errors, first_line
 from cpvt_det.data.cache import KeptLook
+from cpvt_det.data.classify import ClassMapper
 from cpvt_det.data.coco import CocoDataset
 from cpvt_det.data.loader import MappedDataset, SampleLoader, TrainBatches, evaluation_loader
 from cpvt_det.data.mapper import Mapper, RandomShortSide, train_transform
@@ -35,30 +38,31 @@ def load_splits(cfg: CfgNode) -> tuple[list[CocoDataset], list[CocoDataset]]:
         BadInputError: data that cannot be read; faults that ``DATASETS.ON_BAD`` does not drop; classes that differ between sets, or
             whose number differs from the config's; settings of augmentation or evaluation that cannot be used.
     """
-    require_names(cfg, "TRAIN")
-    train, tests = _load(cfg, ("TRAIN", "TEST"))
+    train, tests = load_checked(cfg, ("TRAIN", "TEST"), check_datasets)
+    check_evaluation(cfg)
     check_augmentations(cfg, join([dataset.records for dataset in train]))
     return train, tests
 
 
 def load_tests(cfg: CfgNode) -> list[CocoDataset]:
     """Read and check the test sets alone, and set ``MODEL.NUM_CLASSES``; errors as in :func:`load_splits`."""
-    require_names(cfg, "TEST")
-    return _load(cfg, ("TEST",))[1]
-
-
-def _load(cfg: CfgNode, splits: Sequence[str]) -> tuple[list[CocoDataset], list[CocoDataset]]:
-    data = load_checked(cfg, splits, check_datasets)
+    _, tests = load_checked(cfg, ("TEST",), check_datasets)
     check_evaluation(cfg)
-    return data.train, data.tests
+    return tests
 
 
-def load_checked(cfg: CfgNode, splits: Sequence[str], check: Callable[..., CheckedData]) -> CheckedData:
+def load_checked(
+    cfg: CfgNode, splits: Sequence[str], check: Callable[..., CheckedData]
+) -> tuple[list[CocoDataset], list[CocoDataset]]:
     """Load data sets with a function like :func:`cpvt_det.builders.check_datasets`, in a run of one or several processes.
+
+    Returns:
+        The training sets and the test sets; only the first of ``splits`` must have a data set.
 
     Raises:
         BadInputError: data that cannot be read; faults that ``DATASETS.ON_BAD`` does not drop.
     """
+    require_names(cfg, splits[0])
     data = check(cfg, splits, look=partial(_look_together, cfg))
     try:
         require_no_errors(data.issues, cfg.DATASETS.ON_BAD)
@@ -66,12 +70,15 @@ def load_checked(cfg: CfgNode, splits: Sequence[str], check: Callable[..., Check
         if distributed.rank() == 0:
             raise
         raise DataError(first_line(error)) from error  # process 0 shows the whole list
-    return data
+    return data.train, data.tests
 
 
 def _look_together(cfg: CfgNode, records: Records, decode: bool, examples: float) -> Looked:
     """Have each process look at a part of the images, unless an earlier run looked at all of them and nothing has changed since."""
-    _open_index(records)
+    shards = split_at_shards(f"{records.root}/")[0]
+    with contextlib.suppress(DataError, OSError):  # look_at_images reports them, with the images
+        if shards:
+            open_shards(shards)  # reads the index of tar files here, so that data workers forked later share it
     rank, world_size, number = distributed.rank(), distributed.world_size(), len(records)
     kept = KeptLook(records, cfg.DATASETS.CACHE) if rank == 0 else None
     looked = distributed.broadcast_object(kept and kept.load())
@@ -84,14 +91,6 @@ def _look_together(cfg: CfgNode, records: Records, decode: bool, examples: float
     if kept:
         kept.save(looked)
     return looked
-
-
-def _open_index(records: Records) -> None:
-    """Open the index of tar files in this process, so that data workers forked later share it."""
-    shards = split_at_shards(f"{records.root}/")[0]
-    with contextlib.suppress(DataError, OSError):  # look_at_images reports them, with the images
-        if shards:
-            open_shards(shards)
 
 
 def build_train_loader(cfg: CfgNode, records: Records, seed: int) -> SampleLoader:
@@ -116,15 +115,24 @@ def build_train_loader(cfg: CfgNode, records: Records, seed: int) -> SampleLoade
         closing = closing_epoch(cfg, steps, len(records)), mapper.without_mixing()
         dataset = MappedDataset(records, mapper, seed, closing, loader.PATIENCE)
         height, width = records.sizes.T
-        batches = TrainBatches(
-            len(records),
-            cfg.SOLVER.IMS_PER_BATCH,
-            seed,
-            wide=width > height if loader.ASPECT_RATIO_GROUPING else None,
-            rank=distributed.rank(),
-            world_size=distributed.world_size(),
-        )
-        return SampleLoader(dataset, batches, loader.NUM_WORKERS, pin_memory=build_device(cfg).type == "cuda")
+        return load_for_training(cfg, dataset, seed, wide=width > height if loader.ASPECT_RATIO_GROUPING else None)
+
+
+def load_for_training(cfg: CfgNode, dataset: MappedDataset, seed: int, **grouping: Any) -> SampleLoader:
+    """A loader of batches, each with this process's share of ``SOLVER.IMS_PER_BATCH``.
+
+    Args:
+        cfg: config of the run.
+        dataset: images to train on.
+        seed: seed of the run.
+        grouping: ``wide`` or ``repeats``, as in :class:`cpvt_det.data.loader.TrainBatches`.
+
+    Raises:
+        ValueError: a batch size that is not divisible by the number of processes.
+    """
+    rank, world_size = distributed.rank(), distributed.world_size()
+    batches = TrainBatches(len(dataset), cfg.SOLVER.IMS_PER_BATCH, seed, rank=rank, world_size=world_size, **grouping)
+    return SampleLoader(dataset, batches, cfg.DATALOADER.NUM_WORKERS, pin_memory=build_device(cfg).type == "cuda")
 
 
 def build_test_mapper(cfg: CfgNode) -> Mapper:
@@ -148,10 +156,15 @@ def build_tiling(cfg: CfgNode) -> Tiling | None:
 def build_test_loader(cfg: CfgNode, records: Sequence[ImageRecord]) -> torch.utils.data.DataLoader:
     """A loader that reads every record once, at the test size; the records are divided among the processes."""
     with config_errors("INPUT or TEST"):
-        dataset = MappedDataset(records, build_test_mapper(cfg), patience=cfg.DATALOADER.PATIENCE)
-        world_size = distributed.world_size()
-        share = max(1, cfg.TEST.IMS_PER_BATCH // world_size)
-        return evaluation_loader(dataset, share, cfg.DATALOADER.NUM_WORKERS, distributed.rank(), world_size)
+        return load_for_tests(cfg, records, build_test_mapper(cfg))
+
+
+def load_for_tests(cfg: CfgNode, records: Sequence[ImageRecord], mapper: Mapper | ClassMapper) -> torch.utils.data.DataLoader:
+    """:func:`build_test_loader` with a given mapper."""
+    dataset = MappedDataset(records, mapper, patience=cfg.DATALOADER.PATIENCE)
+    world_size = distributed.world_size()
+    share = max(1, cfg.TEST.IMS_PER_BATCH // world_size)
+    return evaluation_loader(dataset, share, cfg.DATALOADER.NUM_WORKERS, distributed.rank(), world_size)
 
 
 def check_evaluation(cfg: CfgNode) -> None:

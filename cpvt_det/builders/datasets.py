@@ -46,9 +46,13 @@ def check_datasets(
     """
     if cfg.DATASETS.ON_BAD not in POLICIES:
         raise UnknownNameError("DATASETS.ON_BAD", cfg.DATASETS.ON_BAD, POLICIES)
-    train, tests = ([] if split not in splits else _find(cfg, split) for split in ("TRAIN", "TEST"))
+    files: dict[str, list[DatasetFiles]] = {"TRAIN": [], "TEST": []}
+    for split in splits:
+        if isinstance(cfg.DATASETS[split], str):
+            require_names(cfg, split)
+        files[split] = find_datasets(cfg.DATASETS[split], cfg.DATASETS.REGISTER)
     cache = Path(cfg.DATASETS.CACHE) if cfg.DATASETS.CACHE else None
-    data = check_data(train, tests, decode, examples, look, cache)
+    data = check_data(files["TRAIN"], files["TEST"], decode, examples, look, cache)
     for dataset in {dataset.name: dataset for dataset in data.train + data.tests}.values():
         _note_many_boxes(dataset, cfg, dataset in data.train)
     for dataset in (data.train + data.tests)[:1]:
@@ -85,13 +89,6 @@ def _note_many_boxes(dataset: CocoDataset, cfg: CfgNode, is_trained: bool) -> No
             dataset.issues.add_info(TOO_MANY, where)
         else:
             dataset.issues.add_info(TOO_FEW, f"{where} and {num_detections} detections")
-
-
-def _find(cfg: CfgNode, split: str) -> list[DatasetFiles]:
-    names = cfg.DATASETS[split]
-    if isinstance(names, str):
-        require_names(cfg, split)
-    return find_datasets(names, cfg.DATASETS.REGISTER)
 
 
 def require_names(cfg: CfgNode, split: str) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build a detector or a classifier from ``MODEL``."""
+"""Build a detector or a classifier from ``MODEL``, and the object that decodes its outputs."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,15 +10,15 @@ from torch import nn
 from cpvt_det.builders.parts import (
     build_backbone,
     build_classification,
-    build_decoder_position,
     build_encoder_position,
     count_classes,
     pixel_statistics,
     require_larger_images,
 )
 from cpvt_det.common import defaults
-from cpvt_det.common.errors import ConfigError, config_errors
+from cpvt_det.common.errors import ConfigError, UnknownNameError, config_errors
 from cpvt_det.common.registry import PartRegistry, options_of
+from cpvt_det.evaluation.answers import ClassScores, PostProcessor
 from cpvt_det.fast import accelerate
 from cpvt_det.models import (
     DETR,
@@ -38,6 +38,7 @@ from cpvt_det.models.deformable_detr import DeformableDecoder
 from cpvt_det.models.denoising import ContrastiveDenoising
 from cpvt_det.models.encoder import Encoder
 from cpvt_det.models.real_time_detr import NormedNeck
+from cpvt_det.position import build_position
 
 OF_PROPOSALS = ("proposals", "mixed")
 """The query sources that start from the encoder's proposals."""
@@ -104,14 +105,20 @@ def _detr_arguments(
         pre_norm: whether norms come before attention and feed-forward network instead of after them.
         decoder_position: encoding of the keys in the decoder: sine, same (as in the encoder) or none.
     """
-    stages = cfg.MODEL.BACKBONE.STAGES
+    stages, encoding = cfg.MODEL.BACKBONE.STAGES, cfg.MODEL.POSITION
     if len(stages) != 1:
         raise ConfigError(f"CPVTDetr uses one feature map, so MODEL.BACKBONE.STAGES must have one stage, got {list(stages)}")
-    return {
+    arguments = {
         **shared_arguments(cfg, backbone, num_levels=1),
         "transformer": Transformer(**transformer_arguments(cfg), pre_norm=pre_norm),
-        "decoder_position": build_decoder_position(cfg, decoder_position),
     }
+    if decoder_position not in ("sine", "same", "none"):
+        raise UnknownNameError("MODEL.DETECTOR.DECODER_POSITION", decoder_position, ("sine", "same", "none"))
+    arguments["decoder_position"] = None if decoder_position == "none" else "same"
+    if decoder_position == "sine" and encoding.NAME not in ("sine", "sine+peg"):  # these two share the encoder's map
+        temperature = {"temperature": encoding.TEMPERATURE} if encoding.get("TEMPERATURE") else {}
+        arguments["decoder_position"] = build_position("sine", cfg.MODEL.DETR.HIDDEN_DIM, **temperature)
+    return arguments
 
 
 @register_detector("CPVTDeformableDetr", DeformableDETR)
@@ -209,33 +216,25 @@ def _real_time_arguments(
     """
     if bins and look_forward_twice:
         raise ConfigError("MODEL.DETECTOR.LOOK_FORWARD_TWICE needs box refinement, which BINS replaces; with BINS, set it to False")
-    backbone, shared = backbone or build_backbone(cfg), transformer_arguments(cfg)
+    backbone, detr = backbone or build_backbone(cfg), cfg.MODEL.DETR
     coarsest = max(backbone.strides)
     require_larger_images(cfg, coarsest, f"a cell of the coarsest feature map ({coarsest} pixels)", "MODEL.BACKBONE.STAGES")
-    num_levels, width = len(backbone.strides), encoder_channels or shared["channels"]
+    num_levels, width = len(backbone.strides), encoder_channels or detr.HIDDEN_DIM
     if len(points) not in (1, num_levels):
         raise ConfigError(
             f"MODEL.DETECTOR.POINTS is {list(points)}, but the backbone has {num_levels} feature maps; give a single number, or "
             "one per map"
         )
-    ffn_channels = encoder_feedforward or shared["ffn_channels"]
-    attention = (
-        shared["encoder_layers"],
-        width,
-        shared["num_heads"],
-        ffn_channels,
-        shared["dropout"],
-        False,
-        shared["checkpointing"],
-    )
+    ffn_channels = encoder_feedforward or detr.DIM_FEEDFORWARD
+    attention = (detr.ENC_LAYERS, width, detr.NHEADS, ffn_channels, detr.DROPOUT, False, cfg.MODEL.CHECKPOINTING)
     encoder = Encoder(*attention, activation="gelu")
-    layer = [shared[key] for key in ("decoder_layers", "channels", "num_heads", "ffn_channels", "dropout")]
-    layer += [num_levels, points[0] if len(points) == 1 else tuple(points), implementation]
+    layer = [detr.DEC_LAYERS, detr.HIDDEN_DIM, detr.NHEADS, detr.DIM_FEEDFORWARD, detr.DROPOUT, num_levels]
+    layer += [points[0] if len(points) == 1 else tuple(points), implementation]
     if bins:
         decoder = DistributionDecoder(*layer, num_bins=bins, scale=bin_scale, eval_layers=eval_layers)
     else:
         decoder = DeformableDecoder(*layer, look_forward_twice=look_forward_twice, eval_layers=eval_layers)
-    hybrid = HybridEncoder(num_levels, width, shared["channels"], encoder, fusion, expansion, depth, norm)
+    hybrid = HybridEncoder(num_levels, width, detr.HIDDEN_DIM, encoder, fusion, expansion, depth, norm)
     return {
         "neck": NormedNeck(backbone.channels, backbone.strides, width, norm),
         **shared_arguments(cfg, backbone, num_levels, "mixed", refines=True, encoder=(width, 1, ffn_channels)),
@@ -360,3 +359,22 @@ def _query_options(cfg: CfgNode, source: str, refines: bool) -> dict[str, Any]:
         if pairs:
             options["denoising"] = ContrastiveDenoising(cfg.MODEL.DETR.HIDDEN_DIM, cfg.MODEL.NUM_CLASSES, pairs, **noise)
     return options
+
+
+def build_postprocessor(cfg: CfgNode) -> PostProcessor:
+    """Build the post-processing. It keeps at most ``TEST.DETECTIONS_PER_IMAGE`` detections, and suppresses duplicates among them by
+    NMS with the threshold ``TEST.NMS``.
+
+    Raises:
+        ConfigError: a classifier, or a value of these keys that cannot be used.
+    """
+    if is_classifier(cfg):
+        raise ConfigError(f"MODEL.META_ARCHITECTURE {cfg.MODEL.META_ARCHITECTURE!r} is not a detector; set TASK to classification")
+    with config_errors("TEST.DETECTIONS_PER_IMAGE, TEST.NMS"):
+        return PostProcessor(build_classification(cfg), cfg.TEST.DETECTIONS_PER_IMAGE, cfg.TEST.NMS)
+
+
+def build_decoder(cfg: CfgNode) -> PostProcessor | ClassScores:
+    """Build the object that decodes a model's outputs: :class:`ClassScores` for a classifier, otherwise the result of
+    :func:`build_postprocessor`."""
+    return ClassScores() if is_classifier(cfg) else build_postprocessor(cfg)

@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build parts of models from ``MODEL``: backbone, position encodings, classification.
+"""Build parts of models from ``MODEL``: backbone, position encodings, classification, criterion; and find their device.
 
 The config node of a part contains its ``NAME`` and the options of its constructor. The registry refuses all other keys.
 """
 
 import functools
 import logging
+import os
 from collections.abc import Sequence
 
+import torch
 from fvcore.common.config import CfgNode
 from torch import nn
 
 from cpvt_det.common import defaults, distributed
-from cpvt_det.common.errors import ConfigError, UnknownNameError, config_errors
+from cpvt_det.common.errors import ConfigError, config_errors
 from cpvt_det.common.registry import options_of
 from cpvt_det.config import flat_items, get_cfg
-from cpvt_det.losses import CLASSIFICATION_REGISTRY
+from cpvt_det.losses import CLASSIFICATION_REGISTRY, LOSS_REGISTRY, HungarianMatcher, OneToManyMatcher, SetCriterion
 from cpvt_det.losses.classification import Classification
 from cpvt_det.models import BACKBONE_REGISTRY
 from cpvt_det.models.backbones.vit import OWN_POSITIONS
@@ -110,20 +112,6 @@ def build_encoder_position(
     return build_position(node.NAME, *facts, **options_of(node))
 
 
-def build_decoder_position(cfg: CfgNode, kind: str) -> PositionEncoding | str | None:
-    """The encoding of the keys in DETR's decoder: sines, ``"same"`` for the encoder's encoding, or ``None`` for no encoding.
-
-    Raises:
-        UnknownNameError: a kind other than ``sine``, ``same`` or ``none``.
-    """
-    if kind not in ("sine", "same", "none"):
-        raise UnknownNameError("MODEL.DETECTOR.DECODER_POSITION", kind, ("sine", "same", "none"))
-    temperature = {"temperature": cfg.MODEL.POSITION.TEMPERATURE} if cfg.MODEL.POSITION.get("TEMPERATURE") else {}
-    if kind == "sine" and cfg.MODEL.POSITION.NAME not in ("sine", "sine+peg"):  # these two share the encoder's map
-        return build_position("sine", cfg.MODEL.DETR.HIDDEN_DIM, **temperature)
-    return None if kind == "none" else "same"
-
-
 def build_classification(cfg: CfgNode) -> Classification:
     """Build the classification of ``MODEL.CRITERION.CLASSIFICATION``, for ``MODEL.NUM_CLASSES`` classes.
 
@@ -148,3 +136,45 @@ def count_classes(cfg: CfgNode) -> int:
             "can read from the data"
         )
     return cfg.MODEL.NUM_CLASSES
+
+
+def build_criterion(cfg: CfgNode) -> SetCriterion:
+    """The criterion of ``MODEL.CRITERION``: matcher and losses.
+
+    Raises:
+        ConfigError: a malformed entry of ``LOSSES``, or values that cannot be used.
+        UnknownNameError: an unknown loss or option.
+    """
+    node = cfg.MODEL.CRITERION
+    matcher = HungarianMatcher(build_classification(cfg), node.CLASS_COST, node.L1_COST, node.GIOU_COST)
+    for entry in node.LOSSES:
+        kinds = [type(part) for part in entry] if isinstance(entry, (list, tuple)) else []
+        if kinds[:2] not in ([str, float], [str, int]) or kinds[2:] not in ([], [dict]):
+            raise ConfigError(
+                "MODEL.CRITERION.LOSSES must contain entries of the form [name of a loss, weight] or [name, weight, {option: "
+                "value}], "
+                f"got {entry!r}"
+            )
+    losses = {name: (weight, LOSS_REGISTRY.with_options(name, *options)) for name, weight, *options in node.LOSSES}
+    weights = (node.CLASS_WEIGHT, node.L1_WEIGHT, node.GIOU_WEIGHT)
+    with config_errors("MODEL.CRITERION"):
+        many = OneToManyMatcher(node.MANY_MATCHES, node.MANY_THRESHOLD), node.MANY_CLASS_WEIGHT
+        return SetCriterion(matcher, *weights, node.PROPOSAL_MATCHES, losses, node.HYBRID_MATCHES, *many)
+
+
+def build_device(cfg: CfgNode) -> torch.device:
+    """The device of ``MODEL.DEVICE``; if there are several GPUs, the one that this process uses.
+
+    Raises:
+        ConfigError: a device that does not exist.
+    """
+    name = cfg.MODEL.DEVICE
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    with config_errors("MODEL.DEVICE"):
+        device = torch.device(name)
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise ConfigError(f"MODEL.DEVICE is {name}, but torch sees no CUDA GPU; use cpu or auto, or --num-gpus 0")
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", distributed.rank() % torch.cuda.device_count())))
+    return device

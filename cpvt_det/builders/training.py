@@ -11,8 +11,9 @@ from torch import nn
 
 from cpvt_det.common import distributed
 from cpvt_det.common.errors import ConfigError, UnknownNameError, config_errors
+from cpvt_det.config import flat_items
 from cpvt_det.solver.ema import MovingAverage
-from cpvt_det.solver.optimizer import make_optimizer, parameter_groups
+from cpvt_det.solver.optimizer import parameter_groups
 from cpvt_det.solver.schedule import LRSchedule, TrainingSchedule, schedule_from_epochs
 from cpvt_det.solver.step import StepOptions, TrainStep
 
@@ -45,7 +46,7 @@ def _log_unused(setting: str, cfg: CfgNode, *keys: str, sets: str = "the length"
 
 
 def build_optimizer(cfg: CfgNode, detector: nn.Module) -> torch.optim.Optimizer:
-    """AdamW with the learning rates and weight decays of ``SOLVER``.
+    """Fused AdamW, which updates all parameters in one pass, with the learning rates and weight decays of ``SOLVER``.
 
     Raises:
         ConfigError: entries of ``LR_MULTIPLIERS`` that are not pairs, or values that cannot be used.
@@ -63,7 +64,7 @@ def build_optimizer(cfg: CfgNode, detector: nn.Module) -> torch.optim.Optimizer:
             )
     decays = (solver.WEIGHT_DECAY_NORM, solver.WEIGHT_DECAY_PEG, solver.WEIGHT_DECAY_BIAS, solver.WEIGHT_DECAY_EMBED)
     with config_errors("SOLVER"):
-        return make_optimizer(parameter_groups(detector, *rates, *decays, factors, solver.LAYER_DECAY))
+        return torch.optim.AdamW(parameter_groups(detector, *rates, *decays, factors, solver.LAYER_DECAY), fused=True)
 
 
 def build_ema(cfg: CfgNode, detector: nn.Module) -> MovingAverage | None:
@@ -94,7 +95,9 @@ def build_step(
         ConfigError: a value of ``SOLVER`` that cannot be used.
     """
     solver = cfg.SOLVER
-    _require_numbers(solver, "SOLVER")
+    for key, value in flat_items(solver, "SOLVER."):
+        if isinstance(value, float) and not math.isfinite(value):  # a NaN would pass every comparison with a bound
+            raise ConfigError(f"{key} must be a finite number, got {value}")
     if solver.CLIP_NORM < 0:
         raise ConfigError(f"SOLVER.CLIP_NORM must be at least 0 (0 for no clipping), got {solver.CLIP_NORM}")
     if solver.AMP.DTYPE not in AMP_DTYPES:
@@ -113,12 +116,3 @@ def build_step(
     with config_errors("SOLVER"):
         learning_rate = LRSchedule(schedule, solver.SCHEDULE, solver.GAMMA, solver.COSINE_END)
     return TrainStep(model, optimizer, learning_rate, options, seed, ema)
-
-
-def _require_numbers(node: CfgNode, name: str) -> None:
-    """Refuse NaN and infinity; a NaN would pass every comparison with a bound."""
-    for key, value in node.items():
-        if isinstance(value, CfgNode):
-            _require_numbers(value, f"{name}.{key}")
-        elif isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"{name}.{key} must be a finite number, got {value}")

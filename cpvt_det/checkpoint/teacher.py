@@ -8,7 +8,7 @@ import torch
 from fvcore.common.config import CfgNode
 from torch import Tensor, nn
 
-from cpvt_det.builders.outputs import build_device
+from cpvt_det.builders.parts import build_device
 from cpvt_det.checkpoint.files import read_checkpoint, state_dict_of
 from cpvt_det.checkpoint.trained import load_trained
 from cpvt_det.common.class_names import Classes

@@ -11,7 +11,7 @@ from torch import nn
 
 from cpvt_det.builders.datasets import set_classes
 from cpvt_det.builders.detector import build_detector
-from cpvt_det.builders.outputs import build_device
+from cpvt_det.builders.parts import build_device
 from cpvt_det.checkpoint.convert import CONVERSIONS
 from cpvt_det.checkpoint.initial import require_shapes
 from cpvt_det.checkpoint.load import load_weights

@@ -6,12 +6,17 @@
 def setup_environment() -> None:
     """Add our keys to detectron2's ``get_cfg()``; with ``DETECTRON2_ENV_MODULE=cpvt_det.d2`` detectron2 calls this on import.
 
+    Keys that detectron2 already has keep its defaults, so that its own models do not change; our YAML sets our values for them
+    (``configs/_detectron2.yaml``).
+
     It must be defined before the imports below: if this package is imported before detectron2, they import detectron2, which calls
     this function immediately.
     """
-    from cpvt_det.d2.config import add_new_keys
+    from detectron2.config.defaults import _C
 
-    add_new_keys()
+    from cpvt_det.d2.config import add_keys
+
+    add_keys(_C, with_known=False)
 
 
 from detectron2.data import DatasetCatalog

@@ -15,28 +15,13 @@ from cpvt_det.models import BACKBONE_REGISTRY, NECK_REGISTRY, QUERY_REGISTRY
 from cpvt_det.position import POSITION_REGISTRY
 
 
-def add_new_keys() -> None:
-    """Add our keys to detectron2's defaults.
-
-    Keys that detectron2 already has keep its defaults, so that its own models do not change; our YAML sets our values for them
-    (``configs/_detectron2.yaml``).
-    """
-    from detectron2.config.defaults import _C
-
-    _add(core.get_cfg(), _C, with_known=False)
-    _add_options(_C)
-    add_peg_config(_C)
-
-
 def add_cpvt_det_config(cfg: CfgNode) -> None:
     """Copy all defaults of :func:`cpvt_det.config.get_cfg`, and ``MODEL.PEG``, into a detectron2 config; its other keys do not
     change.
 
     ``MODEL.DEVICE`` becomes ``cuda`` or ``cpu`` instead of ``auto``, which detectron2 would pass to torch.
     """
-    _add(core.get_cfg(), cfg, with_known=True)
-    _add_options(cfg)
-    add_peg_config(cfg)
+    add_keys(cfg, with_known=True)
     cfg.MODEL.DEVICE = _auto_device()
 
 
@@ -105,9 +90,14 @@ def _kept(cfg: CfgNode, default: dict, ours: dict) -> CfgNode:
     return kept
 
 
-def _add_options(cfg: CfgNode) -> None:
-    """Add the options of our parts, with ``None`` for "the default", because detectron2's KEY VALUE words can only set existing
-    keys."""
+def add_keys(cfg: CfgNode, with_known: bool) -> None:
+    """Add our keys and ``MODEL.PEG``; keys that the config has already are only set ``with_known``.
+
+    The options of our parts are added too, with ``None`` for "the default", because detectron2's KEY VALUE words can only set
+    existing keys.
+    """
+    _add(core.get_cfg(), cfg, with_known)
+    add_peg_config(cfg)
     model = cfg.MODEL
     nodes = (model.DETECTOR, model.BACKBONE, model.NECK, model.POSITION, model.BACKBONE.POSITION, model.QUERIES)
     registries = (DETECTOR_REGISTRY, BACKBONE_REGISTRY, NECK_REGISTRY, POSITION_REGISTRY, POSITION_REGISTRY, QUERY_REGISTRY)

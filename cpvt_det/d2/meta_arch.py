@@ -15,7 +15,7 @@ from cpvt_det import builders
 from cpvt_det.checkpoint.load import load_backbone_weights
 from cpvt_det.common.boxes import xyxy_to_cxcywh
 from cpvt_det.common.errors import DataError
-from cpvt_det.common.structures import Detections, Predictions, Targets
+from cpvt_det.common.structures import Predictions, Targets
 from cpvt_det.d2.backbones import build_detector_backbone
 from cpvt_det.d2.data import class_names, register_datasets
 from cpvt_det.data.catalog import registered_datasets
@@ -84,8 +84,10 @@ class Detectron2Protocol:
         predictions: Predictions = super().forward(batch.images, batch.padding_mask)
         resized = zip(inputs, batch.image_sizes, strict=True)
         sizes = [(sample.get("height", height), sample.get("width", width)) for sample, (height, width) in resized]
-        found = self.postprocessor(predictions, sizes)
-        return [{"instances": _to_instances(*pair)} for pair in zip(found, sizes, strict=True)]
+        return [
+            {"instances": Instances(size, pred_boxes=Boxes(found.boxes_xyxy), scores=found.scores, pred_classes=found.labels)}
+            for found, size in zip(self.postprocessor(predictions, sizes), sizes, strict=True)
+        ]
 
     def _losses(self, inputs: list[dict]) -> dict[str, Tensor]:
         num_classes = self.criterion.classification.num_classes
@@ -168,7 +170,3 @@ def _to_targets(sample: dict, num_classes: int) -> Targets:
     height, width = instances.image_size
     boxes = instances.gt_boxes.tensor
     return Targets(labels, xyxy_to_cxcywh(boxes) / boxes.new_tensor([width, height, width, height]))
-
-
-def _to_instances(found: Detections, size: tuple[int, int]) -> Instances:
-    return Instances(size, pred_boxes=Boxes(found.boxes_xyxy), scores=found.scores, pred_classes=found.labels)

@@ -163,12 +163,13 @@ def kept_bytes(function: Callable[..., Any], *args: Any) -> int:
     Tensors of functions that recompute their activations (``MODEL.CHECKPOINTING``) are not counted.
     """
     modules = [function] if isinstance(function, nn.Module) else []
-    own = {_storage(t) for module in modules for t in (*module.parameters(), *module.buffers())}
+    own = {t.untyped_storage().data_ptr() for module in modules for t in (*module.parameters(), *module.buffers())}
     kept: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        if _storage(tensor) not in own:
-            kept[_storage(tensor)] = tensor.untyped_storage().nbytes()
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
         return tensor.detach()  # an output that refers to itself would never be freed
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -176,7 +177,3 @@ def kept_bytes(function: Callable[..., Any], *args: Any) -> int:
     total = sum(kept.values())
     del result
     return total
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()

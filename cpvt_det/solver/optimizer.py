@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdamW with parameter groups. The backbone and the sampling points can have their own learning rates, and norms, PEGs, biases
+"""Parameter groups for AdamW. The backbone and the sampling points can have their own learning rates, and norms, PEGs, biases
 and embeddings can have their own weight decays.
 """
 
@@ -8,7 +8,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from cpvt_det.models.image_model import belongs_to_part, require_parts
@@ -63,7 +62,11 @@ def parameter_groups(
     if layer_decay != 1 and not hasattr(model.backbone, "layers_above"):
         raise ValueError(f"LAYER_DECAY is {layer_decay}, but the backbone does not define its layers; leave it at 1")
     require_parts(model, [part for part, _ in lr_multipliers], "learning rate")
-    by_module = _of_modules(model, ((PEGDetection, peg_weight_decay), (NORM_MODULES, norm_weight_decay)))
+    by_module: dict[int, float] = {}  # of parameters, by their id
+    for kind, decay in ((PEGDetection, peg_weight_decay), (NORM_MODULES, norm_weight_decay)):  # in a PEG's norm, the norm's counts
+        if decay is not None:
+            modules = [module for module in model.modules() if isinstance(module, kind)]
+            by_module.update({id(parameter): decay for module in modules for parameter in module.parameters()})
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
@@ -80,20 +83,3 @@ def parameter_groups(
                 decay = decay if embed_weight_decay is None else embed_weight_decay
             groups.setdefault((rate, decay), []).append(parameter)
     return [{"params": params, "lr": rate, "weight_decay": decay} for (rate, decay), params in groups.items()]
-
-
-def _of_modules(model: nn.Module, kinds: Sequence[tuple[Any, float | None]]) -> dict[int, float]:
-    """The weight decay of each parameter of the given kinds of modules, by the parameter's ``id``. If two kinds apply, the later
-    kind counts.
-    """
-    found: dict[int, float] = {}
-    for kind, decay in kinds:
-        if decay is not None:
-            modules = (module for module in model.modules() if isinstance(module, kind))
-            found.update({id(parameter): decay for module in modules for parameter in module.parameters()})
-    return found
-
-
-def make_optimizer(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Fused AdamW, which updates all parameters in one pass."""
-    return torch.optim.AdamW(groups, fused=True)

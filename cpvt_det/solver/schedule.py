@@ -85,26 +85,21 @@ class LRSchedule:
             raise ValueError("there is nothing to train: SOLVER.EPOCHS or SOLVER.MAX_ITER must be above 0")
         if not 0 <= end <= 1:
             raise ValueError(f"COSINE_END must be from 0 to 1, got {end}")
-        self.schedule = schedule
-        self._scheduler = _scheduler(schedule, kind, gamma, end)
+        if kind not in SCHEDULES:
+            raise UnknownNameError("SOLVER.SCHEDULE", kind, SCHEDULES)
+        steps = schedule.steps if kind == "step" else ()
+        if any(late <= early for early, late in zip((0, *steps), steps, strict=False)):
+            raise ValueError(f"the steps of the learning rate must be in ascending order, got iterations {list(steps)}")
         if end and kind != "cosine":
             raise ValueError(f"COSINE_END is {end}, but the schedule {kind!r} is not a cosine; leave it at 0")
+        self.schedule = schedule
+        self._scheduler: ParamScheduler = CosineParamScheduler(1.0, end if kind == "cosine" else 1.0)
+        steps = tuple(step for step in steps if step < schedule.max_iter)
+        if steps:
+            factors = [gamma**power for power in range(len(steps) + 1)]
+            self._scheduler = MultiStepParamScheduler(factors, schedule.max_iter, milestones=steps)
 
     def factor(self, iteration: int) -> float:
         """The factor at an iteration, counted from 0."""
         warmup = min(1.0, (iteration + 1) / (self.schedule.warmup + 1))
         return warmup * float(self._scheduler(min(iteration, self.schedule.max_iter - 1) / self.schedule.max_iter))
-
-
-def _scheduler(schedule: TrainingSchedule, kind: str, gamma: float, end: float) -> ParamScheduler:
-    if kind == "cosine":
-        return CosineParamScheduler(1.0, end)
-    if kind != "step":
-        raise UnknownNameError("SOLVER.SCHEDULE", kind, SCHEDULES)
-    steps = schedule.steps
-    if any(late <= early for early, late in zip((0, *steps), steps, strict=False)):
-        raise ValueError(f"the steps of the learning rate must be in ascending order, got iterations {list(steps)}")
-    steps = tuple(step for step in steps if step < schedule.max_iter)
-    if not steps:
-        return CosineParamScheduler(1.0, 1.0)
-    return MultiStepParamScheduler([gamma**power for power in range(len(steps) + 1)], schedule.max_iter, milestones=steps)

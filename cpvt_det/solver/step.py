@@ -10,6 +10,7 @@ decision is made on the device, and the host does not wait for it.
 
 import contextlib
 import itertools
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,14 +20,16 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from cpvt_det.common import distributed
+from cpvt_det.common.errors import RunStoppedError
 from cpvt_det.common.structures import Targets
 from cpvt_det.data.loader import mix_seed
 from cpvt_det.data.mapper import Sample
 from cpvt_det.losses import Losses, Normalizers, SetCriterion
-from cpvt_det.solver.bad_steps import NonFiniteGuard
 from cpvt_det.solver.ema import MovingAverage
 from cpvt_det.solver.memory_check import out_of_memory_explained, require_memory
 from cpvt_det.solver.schedule import LRSchedule
+
+logger = logging.getLogger("cpvt_det")
 
 
 class TrainingModel(nn.Module):
@@ -66,6 +69,80 @@ def wrap_for_processes(model: TrainingModel) -> nn.Module:
         return model
     device = model.detector.pixel_mean.device
     return DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None, broadcast_buffers=False)
+
+
+class NonFiniteGuard:
+    """A guard that checks steps and counts the bad ones.
+
+    A step is checked on the device. The host does not wait for the result, but reads it later, in :meth:`report`. After ``limit``
+    bad steps in a row, all following steps count as bad too, so that no weights change until the host reads the result and ends
+    the run.
+
+    Args:
+        limit: number of bad steps in a row after which a run ends.
+        device: device of the model.
+
+    Attributes:
+        in_a_row: () float32, number of bad steps since the last good one.
+        total: () float32, number of bad steps in the whole run.
+    """
+
+    def __init__(self, limit: int, device: torch.device):
+        self.limit = limit
+        self.in_a_row = torch.zeros((), device=device)
+        self.total = torch.zeros((), device=device)
+        self._unreported: list[tuple[int, list[Any], Tensor, Tensor]] = []  # iteration, ids of images, finite, bad
+
+    def state_dict(self) -> dict[str, int]:
+        """Both counts."""
+        return {"in_a_row": int(self.in_a_row), "total": int(self.total)}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Restore both counts."""
+        self.in_a_row.fill_(state["in_a_row"])
+        self.total.fill_(state["total"])
+
+    def check(self, iteration: int, samples: Sequence[Sample], finite: Tensor, grad_norm: Tensor) -> Tensor:
+        """Find out whether a step must be skipped, and store the result for :meth:`report`.
+
+        Args:
+            iteration: number of the iteration.
+            samples: the B samples of this process.
+            finite: (B,) bool, whether the predictions for each sample are finite.
+            grad_norm: () float, norm of the gradients averaged over all processes, so that all processes get the same result.
+
+        Returns:
+            () bool, True for a step that must be skipped.
+        """
+        bad = ~grad_norm.isfinite() | (self.in_a_row >= self.limit)
+        self.in_a_row = (self.in_a_row + 1) * bad
+        self.total = self.total + bad
+        self._unreported.append((iteration, [sample.get("image_id") for sample in samples], finite, bad))
+        return bad
+
+    def report(self) -> None:
+        """Log the bad steps since the last call, with the images of all processes. Every process must call it after the same step.
+
+        Raises:
+            RunStoppedError: there were too many bad steps in a row.
+        """
+        steps, self._unreported = self._unreported, []
+        if not steps:
+            return
+        *results, in_a_row = torch.stack([*(bad for *_, bad in steps), self.in_a_row]).tolist()
+        for (iteration, images, finite, _), bad in zip(steps, results, strict=True):
+            if bad:
+                affected = [image for image, is_finite in zip(images, finite.tolist(), strict=True) if not is_finite]
+                by_process = distributed.gather_objects((affected, images))
+                affected, images = ([image for lists in by_process for image in lists[part]] for part in range(2))
+                why = f"the loss or a gradient is not finite; the images of the batch are {', '.join(map(str, images))}"
+                if affected:
+                    why = f"the predictions are not finite for images {', '.join(map(str, affected))}"
+                logger.warning("Iteration %d is skipped: %s", iteration, why)
+        if in_a_row >= self.limit:
+            raise RunStoppedError(
+                f"{int(in_a_row)} steps in a row were not finite (SOLVER.MAX_BAD_STEPS {self.limit}; the log names their images)"
+            )
 
 
 @dataclass

@@ -226,13 +226,10 @@ class EarlyStopping(Callback):
     def __init__(self, patience: int):
         self.patience = patience
 
-    def on_start(self, run: TrainingRun) -> None:
-        self._look(run)
-
     def on_evaluation(self, run: TrainingRun, iteration: int, results: Results) -> None:
-        self._look(run)
+        self.on_start(run)
 
-    def _look(self, run: TrainingRun) -> None:
+    def on_start(self, run: TrainingRun) -> None:
         best = run.best
         if best.waited >= self.patience:
             higher = best.name

@@ -38,8 +38,8 @@ from cpvt_det.training.recipe import (
     too_little_time,
 )
 from cpvt_det.training.setup import set_threads
-from cpvt_det.training.tasks.task import Task, build_task, require_figure
-from cpvt_det.training.tuning import FROZEN, PIP, TrainedStart, describe_classes, tuning_choices
+from cpvt_det.training.tasks.task import build_task, require_figure
+from cpvt_det.training.tuning import FROZEN, LEAST_CANVAS, PIP, TrainedStart, describe_classes, tuning_choices
 
 TYPED = "from the command line"
 COSTS = (
@@ -96,14 +96,14 @@ def choose_settings(
     data, typed = describe_data(*(dataset.records for dataset in datasets)), config_of((), overrides)
     _refuse_early(typed, overrides[::2], datasets)
     machine, note = _as_it_starts(machine, typed.MODEL.BACKBONE, overrides[::2])
-    if start is not None and (why := start.unsuited(first_plan(data, machine), data)):
+    plan = first_plan(data, machine)
+    if start is not None and (why := start.unsuited(plan, data)):
         tell(why)
         start = None
-    if start is None:
-        plan = first_plan(data, machine)
-    else:
+    if start is not None:
         names, numbers = datasets[0].classes.names, dict(_typed_values(typed, overrides[::2]))
-        plan = replace(first_plan(data, machine, start.least_canvas), tunes=True, freeze_at=FROZEN[machine.device])
+        least = min(LEAST_CANVAS, start.cfg.INPUT.MIN_SIZE_TEST)
+        plan = replace(first_plan(data, machine, least), tunes=True, freeze_at=FROZEN[machine.device])
         for line in describe_classes(start, names):
             tell(line)
     plan, threads = _as_typed(plan, typed, overrides[::2]), []
@@ -209,52 +209,40 @@ def measure(cfg: CfgNode, datasets: Sequence[CocoDataset], processes: int = 1) -
         tried = _try_threads(most, 1 if has_choice else most, lambda: _step_pace(step, loader, device))
         best = min(tried, key=tried.__getitem__)
         torch.set_num_threads(best)
-        image = _evaluation_pace(cfg, task, detector, val.records[: 2 * cfg.TEST.IMS_PER_BATCH])
+        images, start = val.records[: 2 * cfg.TEST.IMS_PER_BATCH], time.perf_counter()
+        with evaluation_mode(detector):
+            for samples in builders.build_test_loader(cfg, images):
+                task.infer(detector, samples)
+        per_image = (time.perf_counter() - start) / len(images)
     finally:
         torch.set_num_threads(before)
-    return Pace(tried[best], image / processes, tried if has_choice else {})
+    return Pace(tried[best], per_image / processes, tried if has_choice else {})
 
 
 def _try_threads(most: int, least: int, time_step: Callable[[], float]) -> dict[int, float]:
     """Number of threads -> seconds per step. The largest number is tried first, then half of it, and so on, until fewer threads are
     slower."""
     tried: dict[int, float] = {}
-    number, is_quicker = most, True
-    while is_quicker and number >= least:
+    number = most
+    while number >= least:
         torch.set_num_threads(number)
-        seconds = time_step()
-        is_quicker = all(seconds < other for other in tried.values())
-        tried[number] = seconds
+        tried[number] = time_step()
+        if number != min(tried, key=tried.__getitem__):  # of equal times, min takes the first, with more threads
+            break
         number //= 2
     return tried
 
 
 def _step_pace(step: Callable[[Any, int], Any], loader: Iterator[Any], device: torch.device) -> float:
     """The median time in seconds of a few steps, data loading included, after a few steps that are not measured."""
-    for iteration in range(WARM_UP):
-        step(next(loader), iteration)
-    _finish(device)
     times: list[float] = []
-    while len(times) < STEPS and sum(times) < SECONDS:
+    while len(times) < WARM_UP + STEPS and sum(times[WARM_UP:]) < SECONDS:
         start = time.perf_counter()
-        step(next(loader), WARM_UP + len(times))
-        _finish(device)
+        step(next(loader), len(times))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         times.append(time.perf_counter() - start)
-    return statistics.median(times)
-
-
-def _evaluation_pace(cfg: CfgNode, task: Task, detector: torch.nn.Module, records: Sequence[Any]) -> float:
-    start = time.perf_counter()
-    with evaluation_mode(detector):
-        for samples in builders.build_test_loader(cfg, records):
-            task.infer(detector, samples)
-    return (time.perf_counter() - start) / len(records)
-
-
-def _finish(device: torch.device) -> None:
-    """Wait for the GPU to finish its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    return statistics.median(times[WARM_UP:])
 
 
 def _as_it_starts(machine: MachineFacts, backbone: CfgNode, keys: Sequence[str]) -> tuple[MachineFacts, str]:

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from fvcore.common.config import CfgNode
 from tabulate import tabulate
@@ -32,24 +32,12 @@ logger = logging.getLogger("cpvt_det")
 SECONDS = "seconds"
 
 
-class Measured(NamedTuple):
-    """The result of an evaluation.
-
-    Attributes:
-        results: metrics, as :func:`evaluate` returns them.
-        thresholds: score thresholds from the first test set; ``None`` for a task without thresholds.
-    """
-
-    results: Results
-    thresholds: Thresholds | None
-
-
 def evaluate(task: Task, detector: nn.Module, datasets: Sequence[Any], output: Path) -> Results:
     """As :func:`measure`, but return only the metrics."""
-    return measure(task, detector, datasets, output).results
+    return measure(task, detector, datasets, output)[0]
 
 
-def measure(task: Task, detector: nn.Module, datasets: Sequence[Any], output: Path) -> Measured:
+def measure(task: Task, detector: nn.Module, datasets: Sequence[Any], output: Path) -> tuple[Results, Thresholds | None]:
     """Evaluate on every test set and write ``results.json``, and the task's outputs to ``inference/``.
 
     Args:
@@ -59,8 +47,9 @@ def measure(task: Task, detector: nn.Module, datasets: Sequence[Any], output: Pa
         output: ``OUTPUT_DIR``.
 
     Returns:
-        The metrics and the thresholds. For detection on one data set, the metrics are ``{"bbox": {"AP": ..., ...}}`` in percent;
-        for several data sets, they are ``{name of the data set: metrics}``.
+        The metrics, and the score thresholds from the first test set, which are ``None`` for a task without thresholds. For
+        detection on one data set, the metrics are ``{"bbox": {"AP": ..., ...}}`` in percent; for several data sets, they are
+        ``{name of the data set: metrics}``.
 
     Raises:
         RunStoppedError: weights that are not finite.
@@ -82,7 +71,7 @@ def measure(task: Task, detector: nn.Module, datasets: Sequence[Any], output: Pa
         write_results(merged, output / "results.json")
     if thresholds is not None:
         logger.info("Score threshold of the best F1: %s", thresholds.describe(datasets[0].classes.names))
-    return Measured(merged, thresholds)
+    return merged, thresholds
 
 
 @contextlib.contextmanager
@@ -192,10 +181,9 @@ def sizes_table(results: Mapping[str, Results], main_figure: str, figures: Seque
     by_size = {size: flatten(found) for size, found in results.items()}
     known = dict.fromkeys(name for found in by_size.values() for name in found)
     names = [name for figure in figures for name in known if f"/{name}".endswith(f"/{group}/{figure}")]
-    rows = [(size, *(_text(found.get(name, math.nan)) for name in [*names, SECONDS])) for size, found in by_size.items()]
+    rows = []
+    for size, found in by_size.items():
+        values = [found.get(name, math.nan) for name in [*names, SECONDS]]
+        rows.append([size, *("n/a" if math.isnan(value) else f"{value:.1f}" for value in values)])
     heads = [name.replace(f"{group}/", "").replace("/", " ") for name in names]
     return tabulate(rows, ["size", *heads, SECONDS], tablefmt="github", disable_numparse=True)
-
-
-def _text(value: float) -> str:
-    return "n/a" if math.isnan(value) else f"{value:.1f}"

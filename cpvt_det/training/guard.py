@@ -59,8 +59,10 @@ class RunGuard:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *more: object) -> None:
         whole = isinstance(error, DeadWorkerError) or not isinstance(error, RunStoppedError)
         try:
-            if isinstance(error, Exception) and whole:
-                self._save_after_error()
+            if isinstance(error, Exception) and whole and self._save_unsaved():
+                logger.warning("Iteration %d is saved; --resume continues after it", self._saved)
+        except RunStoppedError as failure:  # the first error still ends the run
+            logger.warning("The last step could not be saved: %s", failure)
         finally:
             self._signals.__exit__(kind, error, *more)
 
@@ -143,23 +145,14 @@ class RunGuard:
         try:
             self.step.bad_steps.report()
         except RunStoppedError as error:
-            raise RunStoppedError(f"{error}; {self._way_out()}") from error
-
-    def _way_out(self) -> str:
-        look = "check these images and MODEL.PIXEL_STD"
-        if self._saved < 0:
-            return f"there is no checkpoint yet: {look}, and train again with a lower SOLVER.BASE_LR"
-        if self._iteration - self._start < self.step.bad_steps.in_a_row:
-            return f"all steps since --resume were bad: {look}; or remove the last checkpoint, which may be bad, and --resume again"
-        return f"the last checkpoint, of iteration {self._saved}, is good: {look}, or --resume with a lower SOLVER.BASE_LR"
-
-    def _save_after_error(self) -> None:
-        """Save the last step after an error; the error still ends the run."""
-        try:
-            if self._save_unsaved():
-                logger.warning("Iteration %d is saved; --resume continues after it", self._saved)
-        except RunStoppedError as error:
-            logger.warning("The last step could not be saved: %s", error)
+            look = "check these images and MODEL.PIXEL_STD"
+            advice = f"the last checkpoint, of iteration {self._saved}, is good: {look}, or --resume with a lower SOLVER.BASE_LR"
+            if self._saved < 0:
+                advice = f"there is no checkpoint yet: {look}, and train again with a lower SOLVER.BASE_LR"
+            elif self._iteration - self._start < self.step.bad_steps.in_a_row:
+                way_out = "remove the last checkpoint, which may be bad, and --resume again"
+                advice = f"all steps since --resume were bad: {look}; or {way_out}"
+            raise RunStoppedError(f"{error}; {advice}") from error
 
     def _leave(self, signum: int) -> None:
         self._save_unsaved()
@@ -189,10 +182,13 @@ class StopSignals:
     """A ``with`` block in which the first signal is recorded and a second one ends the process and its data workers immediately.
 
     Only the main thread can set signal handlers; entered in another thread, the block changes nothing.
+
+    Attributes:
+        signum: signal that this process received; 0 for none.
     """
 
     def __init__(self) -> None:
-        self._signum = 0
+        self.signum = 0
         self._time = 0.0
         self._at_once = False
         self._before: dict[int, object] = {}
@@ -208,27 +204,22 @@ class StopSignals:
 
     def received(self) -> int:
         """The signal that any process of the run received, or 0 for none. Every process must call this after the same step."""
-        return distributed.all_reduce_max(self._signum)
+        return distributed.all_reduce_max(self.signum)
 
     @contextlib.contextmanager
     def at_once(self) -> Iterator[None]:
         """Within this block, the first signal raises :class:`Stopped` immediately; a signal received earlier raises it on entry."""
         self._at_once = True
         try:
-            if self._signum:
+            if self.signum:
                 raise Stopped
             yield
         finally:
             self._at_once = False
 
-    @property
-    def signum(self) -> int:
-        """The signal that this process received."""
-        return self._signum
-
     def _handle(self, signum: int, frame: FrameType | None) -> None:
-        if not self._signum:
-            self._signum, self._time = signum, time.monotonic()
+        if not self.signum:
+            self.signum, self._time = signum, time.monotonic()
             if self._at_once:
                 raise Stopped
         elif time.monotonic() - self._time > (SAME_BY_TORCHRUN if is_of_torchrun() else SAME):

@@ -105,7 +105,11 @@ def process_group(seconds: float) -> Iterator[None]:
             f"{place} has not met the others at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} ({first_line(error)})"
         ) from error
     try:
-        _know_this_machine()
+        # Launchers other than torchrun may leave these variables out.
+        hosts = distributed.gather_objects(socket.gethostname())
+        here = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+        os.environ.setdefault("LOCAL_RANK", str(here.index(rank)))
+        os.environ.setdefault("LOCAL_WORLD_SIZE", str(len(here)))
         if has_gpus:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         yield
@@ -119,11 +123,3 @@ def process_group(seconds: float) -> Iterator[None]:
         ) from error
     finally:
         dist.destroy_process_group()
-
-
-def _know_this_machine() -> None:
-    """Set environment variables that launchers other than torchrun may leave out."""
-    hosts = distributed.gather_objects(socket.gethostname())
-    here = [rank for rank, host in enumerate(hosts) if host == hosts[distributed.rank()]]
-    os.environ.setdefault("LOCAL_RANK", str(here.index(distributed.rank())))
-    os.environ.setdefault("LOCAL_WORLD_SIZE", str(len(here)))

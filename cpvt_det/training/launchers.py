@@ -5,35 +5,26 @@ this check, processes that do not know of each other would each train alone.
 
 import os
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from cpvt_det.common.errors import ConfigError
 
 ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
-
-
-class Launcher(NamedTuple):
-    """A launcher, and the environment variables that it sets for each process.
-
-    Attributes:
-        name: name of the launcher on the command line.
-        rank: variable with the index of the process.
-        size: variable with the number of processes.
-        local_rank: variable with the index of the process on its machine.
-    """
-
-    name: str
-    rank: str
-    size: str
-    local_rank: str
-
-
 LAUNCHERS = (
     # Not SLURM_NTASKS: it is also set in the job's script, with SLURM_PROCID 0, where a process runs alone.
-    Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
-    Launcher("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    Launcher("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+    ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
 )
+"""Launchers, each with the variables that it sets: index of the process, number of processes, index on its machine."""
+WAYS_OUT = {
+    "srun": (
+        "write srun --ntasks-per-node 1 torchrun --nnodes $SLURM_NNODES --nproc-per-node GPUS --rdzv-backend c10d "
+        "--rdzv-endpoint FIRST_HOST:29500 -m cpvt_det train ..., or export MASTER_ADDR and MASTER_PORT before srun; for a "
+        "single process, srun --ntasks 1"
+    ),
+    "mpirun": "write mpirun -x MASTER_ADDR=FIRST_HOST -x MASTER_PORT=29500 ..., or start one torchrun per machine",
+}
+"""Name of a launcher -> what to do if the address of the first process is missing."""
 
 
 def is_of_torchrun() -> bool:
@@ -72,27 +63,15 @@ def variables_of_group(environment: Mapping[str, str]) -> dict[str, str]:
         raise ConfigError(f"RANK must be below WORLD_SIZE {size}, got {found['RANK']}")
     lacking = [variable for variable in ADDRESS if not environment.get(variable)]
     if lacking:
-        raise ConfigError(_way_out(name, size, lacking))
+        told = f"this is one of {size} processes ({name}), without {' and '.join(lacking)} of the first: each would train alone"
+        way_out = "export MASTER_ADDR=FIRST_HOST MASTER_PORT=29500, or start one torchrun per machine, which sets them all"
+        raise ConfigError(f"{told}; {WAYS_OUT.get(name, way_out)}")
     return {**found, **{variable: environment[variable] for variable in ADDRESS}}
 
 
 def _of_a_launcher(environment: Mapping[str, str]) -> tuple[str, dict[str, str]]:
-    for launcher in LAUNCHERS:
-        size = environment.get(launcher.size) or "1"
-        if size != "1" and environment.get(launcher.rank):
-            found = {"RANK": environment[launcher.rank], "WORLD_SIZE": size, "LOCAL_RANK": environment.get(launcher.local_rank, "")}
-            return launcher.name, {name: value for name, value in found.items() if value}
+    for launcher, rank, size, local_rank in LAUNCHERS:
+        if environment.get(rank) and environment.get(size) not in (None, "", "1"):
+            names = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank}
+            return launcher, {name: environment[variable] for name, variable in names.items() if environment.get(variable)}
     return "", {}
-
-
-def _way_out(name: str, size: str, lacking: list[str]) -> str:
-    told = f"this is one of {size} processes ({name}), without {' and '.join(lacking)} of the first: each would train alone"
-    if name == "srun":
-        return (
-            f"{told}; write srun --ntasks-per-node 1 torchrun --nnodes $SLURM_NNODES --nproc-per-node GPUS --rdzv-backend c10d "
-            "--rdzv-endpoint FIRST_HOST:29500 -m cpvt_det train ..., or export MASTER_ADDR and MASTER_PORT before srun; for a "
-            "single process, srun --ntasks 1"
-        )
-    if name == "mpirun":
-        return f"{told}; write mpirun -x MASTER_ADDR=FIRST_HOST -x MASTER_PORT=29500 ..., or start one torchrun per machine"
-    return f"{told}; export MASTER_ADDR=FIRST_HOST MASTER_PORT=29500, or start one torchrun per machine, which sets them all"

@@ -23,7 +23,7 @@ logger = logging.getLogger(METRICS_LOGGER)
 ON_THE_BAR = {"total_loss": "loss", "loss_class": "class", "loss_l1": "l1", "loss_giou": "giou"}
 
 
-class MetricsWriter:
+class MetricsWriter(contextlib.AbstractContextManager):
     """A writer that collects scalars on the device and writes their means every ``period`` iterations, so that the device is
     synchronised only once per line.
 
@@ -52,15 +52,11 @@ class MetricsWriter:
     def timed(self, batches: Iterable[list[Any]]) -> Iterator[list[Any]]:
         """Pass batches on and measure the seconds that a step waits for its batch; ``data_time`` is the time of the slowest
         process."""
-        batches = iter(batches)
-        while True:
-            start = time.perf_counter()
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
+        start = time.perf_counter()
+        for batch in batches:
             self._waited += time.perf_counter() - start
             yield batch
+            start = time.perf_counter()
 
     def put(self, iteration: int, record: dict[str, Tensor], lr: float) -> dict[str, float]:
         """Collect the scalars of one iteration; if a line is due, write it and return its content."""
@@ -100,9 +96,6 @@ class MetricsWriter:
         start = time.perf_counter()
         yield
         self._last_time += time.perf_counter() - start
-
-    def __enter__(self) -> "MetricsWriter":
-        return self
 
     def __exit__(self, *error: object) -> None:
         if self._writes:

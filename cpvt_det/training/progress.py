@@ -11,7 +11,7 @@ from fvcore.common.config import CfgNode
 from torch import nn
 
 from cpvt_det import builders
-from cpvt_det.checkpoint.checkpointer import BEST, BestSoFar, RunCheckpointer, RunState
+from cpvt_det.checkpoint.checkpointer import BEST, RunCheckpointer, RunState
 from cpvt_det.checkpoint.resume import FINAL
 from cpvt_det.common import distributed
 from cpvt_det.common.errors import ConfigError
@@ -80,12 +80,6 @@ class RunEvaluations:
             )
 
 
-def none_yet(cfg: CfgNode, task: Task) -> BestSoFar:
-    """An empty record of the best evaluation on the first test set. The best is chosen by ``TEST.BEST_FIGURE`` or, if that is
-    empty, by the task's main metric."""
-    return BestSoFar(cfg.TEST.BEST_FIGURE or task.main_figure, next(iter(cfg.DATASETS.TEST), ""))
-
-
 def _is_below(name: str, value: float, bound: float) -> str:
     """The two values as text, with enough decimals to show their difference."""
     decimals = next((one for one in range(1, 6) if f"{value:.{one}f}" != f"{bound:.{one}f}"), 6)
@@ -127,9 +121,7 @@ def log_advice(cfg: CfgNode, schedule: TrainingSchedule, records: Records) -> No
     most = int(records.num_boxes.max(initial=0))
     if queries / 2 < most <= queries:  # above that, the check of the data reports an error
         logger.warning(
-            "An image has %d objects, more than half of the %d queries; raise MODEL.DETR.NUM_OBJECT_QUERIES",
-            most,
-            queries,
+            "An image has %d objects, more than half of the %d queries; raise MODEL.DETR.NUM_OBJECT_QUERIES", most, queries
         )
 
 

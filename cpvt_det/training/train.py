@@ -11,6 +11,7 @@ from torch import nn
 
 from cpvt_det import builders
 from cpvt_det.builders.datasets import log_data
+from cpvt_det.checkpoint.best import BestSoFar
 from cpvt_det.checkpoint.checkpointer import RunCheckpointer, RunState, TrainerState
 from cpvt_det.checkpoint.exported import is_exported, load_for_evaluation
 from cpvt_det.checkpoint.initial import load_initial_weights
@@ -23,7 +24,7 @@ from cpvt_det.training.callbacks import Callback, RunCallbacks, TrainingRun, bui
 from cpvt_det.training.evaluate import chosen_threshold, draw_run, evaluate, evaluate_sizes
 from cpvt_det.training.guard import RunGuard
 from cpvt_det.training.metrics import MetricsWriter
-from cpvt_det.training.progress import RunEvaluations, log_advice, log_next_steps, none_yet
+from cpvt_det.training.progress import RunEvaluations, log_advice, log_next_steps
 from cpvt_det.training.setup import choose_run_id, choose_seed, describe_model, only_run_in, record_agents, setup_run, write_config
 from cpvt_det.training.tasks.task import Results, build_task, flatten
 
@@ -134,7 +135,8 @@ def train(cfg: CfgNode, engine: Engine, resume: bool, callbacks: Sequence[Callba
     log_advice(cfg, length, records)
 
     config, seed, run_id = engine.saved(cfg).dump(), choose_seed(cfg), choose_run_id(output)
-    state = RunState(datasets[0].classes, config, seed, run_id, task.describe(records), best=none_yet(cfg, task))
+    best = BestSoFar(cfg.TEST.BEST_FIGURE or task.main_figure, next(iter(cfg.DATASETS.TEST), ""))
+    state = RunState(datasets[0].classes, config, seed, run_id, task.describe(records), best=best)
     torch.manual_seed(state.seed)
     detector = engine.build_detector(cfg)
     model = wrap_for_processes(task.build_training_model(detector))

@@ -28,7 +28,8 @@ from cpvt_det.training.recipe import Choice, DataFacts, MachineFacts, Plan
 
 BASE_LR, BACKBONE_LR, NEW_HEAD = 1e-4, 1e-5, 10.0
 LEAST_CANVAS = 384
-"""Smallest canvas, as a short side in pixels; if the weights have a smaller test size, that size takes its place."""
+"""Smallest canvas for a trained detector, as a short side in pixels; if the weights have a smaller test size, that size takes its
+place."""
 FROZEN = {"cpu": 3, "cuda": 2}
 """Device -> the last frozen stage of the backbone if there are enough steps to train the later stages."""
 BEST = {"cuda": "dino_r50"}
@@ -82,11 +83,6 @@ class TrainedStart:
                 "starts as with --start none"
             )
         return ""
-
-    @property
-    def least_canvas(self) -> int:
-        """Smallest short side in pixels at which the detector is used."""
-        return min(LEAST_CANVAS, self.cfg.INPUT.MIN_SIZE_TEST)
 
 
 def choose_start(word: str | None, device: str, keys: Sequence[str], tell: Callable[[str], None]) -> TrainedStart | None:
@@ -195,8 +191,7 @@ def tuning_choices(
         *([Choice("MODEL.BACKBONE.FREEZE_AT", plan.freeze_at, "what is frozen needs no backward pass" + few)] if is_frozen else []),
         *recipe.query_choices(data, number),
         *([] if start.cfg.TEST.NMS == 1 else [Choice("TEST.NMS", start.cfg.TEST.NMS)]),
-        *recipe.input_choices(plan, data),
-        Choice("DATALOADER.NUM_WORKERS", 0 if machine.cores <= 2 else min(8, machine.cores // (2 * machine.processes))),
+        *recipe.input_choices(plan, data, machine),
         *recipe.step_choices(plan, *rates, why),
         Choice("SOLVER.POINTS_LR_MULTIPLIER", start.cfg.SOLVER.POINTS_LR_MULTIPLIER),
         *([] if keeps_heads else [Choice("SOLVER.LR_MULTIPLIERS", heads, "the heads, because some classes are new")]),

@@ -15,10 +15,9 @@ def load(name, *words):
     """A config of ``configs/plug`` with our keys, small."""
     from detectron2.config import get_cfg
 
-    from cpvt_det import d2  # noqa: F401, adds our keys and registers the backbones
-    from cpvt_det.d2.config import add_new_keys
+    from cpvt_det import d2  # registers the backbones
 
-    add_new_keys()
+    d2.setup_environment()
     cfg = get_cfg()
     cfg.merge_from_file(str(ROOT / "configs" / "plug" / name))
     cfg.merge_from_list([*SMALL, *words])

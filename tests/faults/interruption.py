@@ -167,7 +167,7 @@ CASES = [
         "images that become unreadable in the third step",
         unreadable,
         "Iteration 2 is saved; --resume continues after it...error: cannot read image ",
-        guard=Cut("training/guard.py", "if isinstance(error, Exception) and whole:", "if False:"),
+        guard=Cut("training/guard.py", "if isinstance(error, Exception) and whole and", "if False and"),
     ),
     Case(
         "--resume of a finished run without its metrics.json",

@@ -65,7 +65,7 @@ CASES = [
         "Iteration ... is saved; --resume continues after it...stopped: process 0 of 2 has lost another one, or waited for it for "
         "more than 4 s (SOLVER.COLLECTIVE_TIMEOUT): look at what that one printed; --resume continues (...)",
         1,
-        guard=Cut("training/guard.py", "if isinstance(error, Exception) and whole:", "if False:"),
+        guard=Cut("training/guard.py", "if isinstance(error, Exception) and whole and", "if False and"),
     ),
     Case(
         "a process of another machine frozen",

@@ -13,7 +13,7 @@ from cpvt_det.common.structures import Targets
 from cpvt_det.config import get_cfg, merge_overrides
 from cpvt_det.models.denoising import ContrastiveDenoising
 from cpvt_det.solver.ema import MovingAverage
-from cpvt_det.solver.optimizer import make_optimizer, parameter_groups
+from cpvt_det.solver.optimizer import parameter_groups
 from cpvt_det.solver.schedule import LRSchedule, TrainingSchedule, schedule_from_epochs
 from cpvt_det.solver.step import StepOptions, TrainingModel, TrainStep
 
@@ -230,11 +230,13 @@ def test_a_step_trains_every_parameter():
 
 def test_optimizer_steps_as_plain_adamw():
     """One fused step against the formula: with the first step m/sqrt(v) = sign(g), w - lr * wd * w - lr * sign(g)."""
-    weight = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
-    optimizer = make_optimizer([{"params": [weight], "lr": 0.1, "weight_decay": 0.5}])
-    weight.grad = torch.tensor([3.0, -4.0])
+    model = torch.nn.Linear(2, 1, bias=False)
+    model.load_state_dict({"weight": torch.tensor([[1.0, -2.0]])})
+    optimizer = builders.build_optimizer(tiny_cfg(SOLVER__BASE_LR=0.1, SOLVER__WEIGHT_DECAY=0.5), model)
+    assert optimizer.defaults["fused"]
+    model.weight.grad = torch.tensor([[3.0, -4.0]])
     optimizer.step()
-    torch.testing.assert_close(weight.detach(), torch.tensor([1 - 0.05 - 0.1, -2 + 0.1 + 0.1]), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(model.weight.detach(), torch.tensor([[1 - 0.05 - 0.1, -2 + 0.1 + 0.1]]), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -73,10 +73,9 @@ class ClassificationTask(Task):
     def build_training_model(self, detector: "nn.Module") -> "ClassTrainingModel":
         """The classifier with its loss, Mixup and CutMix, and the teacher of ``MODEL.CLASSIFIER.TEACHER``."""
         from cpvt_det.checkpoint.teacher import load_teacher
-        from cpvt_det.solver.classify import ClassTrainingModel
 
         teacher = load_teacher(self.cfg, self._classes) if self.cfg.MODEL.CLASSIFIER.TEACHER else None
-        return ClassTrainingModel(detector, builders.build_class_criterion(self.cfg), builders.build_mixing(self.cfg), teacher)
+        return builders.build_class_training_model(self.cfg, detector, teacher)
 
     def build_evaluator(self, dataset: CocoDataset) -> "ClassEvaluator":
         from cpvt_det.evaluation.top_k import ClassEvaluator

@@ -3,7 +3,6 @@
 
 import logging
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,10 +22,8 @@ if TYPE_CHECKING:
 
     from cpvt_det.common.structures import Detections
     from cpvt_det.data.loader import SampleLoader
-    from cpvt_det.data.mapper import Mapper, Sample
-    from cpvt_det.evaluation.answers import PostProcessor
+    from cpvt_det.data.mapper import Sample
     from cpvt_det.evaluation.coco import CocoEvaluator
-    from cpvt_det.evaluation.tiles import Tiling
     from cpvt_det.solver.step import TrainingModel
 
 logger = logging.getLogger("cpvt_det")
@@ -107,30 +104,17 @@ class DetectionTask(Task):
         figures = flatten(evaluator.evaluate())
         return {name: figures[name] for name in (self.main_figure, f"{self.main_figure}50") if name in figures}
 
-    @cached_property
-    def postprocessor(self) -> "PostProcessor":
-        """The step that turns predictions into detections."""
-        return builders.build_postprocessor(self.cfg)
-
-    @property
-    def mapper(self) -> "Mapper":
-        """The mapper that resizes an image, or a tile, to the test size."""
-        return builders.build_test_mapper(self.cfg)
-
-    @cached_property
-    def tiling(self) -> "Tiling | None":
-        """The rule for cutting images into tiles; ``None`` if they are not cut."""
-        return builders.build_tiling(self.cfg)
-
     def infer(self, detector: "nn.Module", samples: "Sequence[Sample]") -> "list[Detections]":
         from cpvt_det.common import distributed
         from cpvt_det.evaluation.answers import detect
         from cpvt_det.evaluation.tiles import detect_tiles
 
-        if self.tiling is None:
-            return detect(detector, self.postprocessor, samples)
+        postprocess, tiling = builders.build_postprocessor(self.cfg), builders.build_tiling(self.cfg)
+        if tiling is None:
+            return detect(detector, postprocess, samples)
         share = max(1, self.cfg.TEST.IMS_PER_BATCH // distributed.world_size())
-        return detect_tiles(detector, self.postprocessor, samples, self.mapper.prepare, self.tiling, share)
+        prepare = builders.build_test_mapper(self.cfg).prepare
+        return detect_tiles(detector, postprocess, samples, prepare, tiling, share)
 
     def format_results(self, results: Results) -> str:
         from cpvt_det.evaluation.coco import format_table
@@ -167,11 +151,11 @@ class DetectionTask(Task):
         count = min(self.cfg.TEST.PICTURES, len(dataset.records))
         if count < 1:
             return
-        compared, threshold = [], self.cfg.TEST.PICTURE_THRESHOLD
+        compared, threshold, mapper = [], self.cfg.TEST.PICTURE_THRESHOLD, builders.build_test_mapper(self.cfg)
         with evaluation_mode(detector):
             for number in range(count):
                 record = dataset.records[number * len(dataset.records) // count]
-                (found,) = self.infer(detector, [self.mapper(record)])
+                (found,) = self.infer(detector, [mapper(record)])
                 compared.append(Compared(read_image(record.file_name), truth_of(record), found))
         save_comparisons(compared, dataset.classes.names, threshold, path)
         logger.info("Pictures: %s", path)
@@ -210,9 +194,16 @@ def constant_detections(records: Records, most: int = 100) -> "Detections":
 
     from cpvt_det.common.structures import Detections
 
-    totals = np.zeros((0, 6))  # for each class: images, boxes, sums of corners
+    totals = np.zeros((0, 6))  # for each class up to the last one found: images, boxes, sums of corners
     for block in records.blocks():
-        totals = _add(totals, _totals(block))
+        image_of, boxes, labels = block.boxes_to_learn()
+        boxes = boxes / block.sizes[:, [1, 0, 1, 0]][image_of]
+        number = max(len(totals), labels.max(initial=-1) + 1)
+        classes = np.unique(image_of * number + labels) % max(1, number)  # each class once per image
+        counts = [np.bincount(classes, minlength=number), np.bincount(labels, minlength=number)]
+        sums = np.stack([*counts, *(np.bincount(labels, column, number) for column in boxes.T)], axis=1).astype(np.float64)
+        sums[: len(totals)] += totals
+        totals = sums
     images = totals[:, 0]
     known = np.argsort(-images, kind="stable")[: np.count_nonzero(images)][:most]
     means = totals[known, 2:] / totals[known, 1:2]
@@ -221,20 +212,3 @@ def constant_detections(records: Records, most: int = 100) -> "Detections":
         torch.from_numpy((images[known] / max(1, len(records))).astype(np.float32)),
         torch.from_numpy(known.astype(np.int64)),
     )
-
-
-def _totals(block: Records) -> np.ndarray:
-    """(k, 6): for each class up to the last one present, the number of images with the class, the number of its boxes, and the sum
-    of these boxes."""
-    image_of, boxes, labels = block.boxes_to_learn()
-    boxes = boxes / block.sizes[:, [1, 0, 1, 0]][image_of]
-    number = labels.max(initial=-1) + 1
-    classes = np.unique(image_of * number + labels) % max(1, number)  # each class once per image
-    columns = [np.bincount(classes, minlength=number), np.bincount(labels, minlength=number)]
-    return np.stack([*columns, *(np.bincount(labels, column, number) for column in boxes.T)], axis=1).astype(np.float64)
-
-
-def _add(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    longer, shorter = (one, other) if len(one) > len(other) else (other, one)
-    longer[: len(shorter)] += shorter
-    return longer
