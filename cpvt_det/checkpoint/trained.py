@@ -18,7 +18,7 @@ from cpvt_det.checkpoint.load import load_weights
 from cpvt_det.checkpoint.weights import CLASS_HEAD, Weights, read_weights
 from cpvt_det.common.class_names import Classes
 from cpvt_det.common.errors import UnknownNameError, WeightsError
-from cpvt_det.config import flat_items, get_cfg, key_names, load_cfg, merge_checked, merge_overrides, nested, parse_config
+from cpvt_det.config import flat_items, get_cfg, load_cfg, merge_checked, merge_overrides, nested, parse_config
 from cpvt_det.evaluation.thresholds import Thresholds
 
 
@@ -103,7 +103,7 @@ def config_of_weights(weights: Weights) -> CfgNode:
         )
     cfg, source = get_cfg(), f"the config in {weights.origin}"
     stored = parse_config(weights.config, source)
-    known = key_names(cfg)  # other keys, such as another version's training keys, change no detection
+    known = dict(flat_items(cfg))  # other keys, such as another version's training keys, change no detection
     used = nested((key, value) for key, value in flat_items(stored) if key in known or key.startswith(("MODEL.", "INPUT.")))
     try:
         merge_checked(cfg, used, source)

@@ -11,8 +11,7 @@ from torch import nn
 
 from cpvt_det import builders
 from cpvt_det.builders.datasets import log_data
-from cpvt_det.checkpoint.best import BestSoFar
-from cpvt_det.checkpoint.checkpointer import RunCheckpointer, RunState, TrainerState
+from cpvt_det.checkpoint.checkpointer import BestSoFar, RunCheckpointer, RunState, TrainerState
 from cpvt_det.checkpoint.exported import is_exported, load_for_evaluation
 from cpvt_det.checkpoint.initial import load_initial_weights
 from cpvt_det.checkpoint.resume import last_checkpoint
