@@ -333,7 +333,7 @@ def parse_config(text: str, source: str) -> CfgNode:
 
     Args:
         text: YAML text, as :meth:`CfgNode.dump` writes it.
-        source: where the text comes from, for error messages.
+        source: origin of the text, for error messages.
 
     Raises:
         ConfigError: text that is not a YAML mapping.
@@ -388,7 +388,7 @@ def merge_checked(cfg: CfgNode, other: CfgNode, source: str) -> None:
     Args:
         cfg: config that is changed in place.
         other: some of its keys, with new values.
-        source: where ``other`` comes from, for error messages.
+        source: origin of ``other``, for error messages.
 
     Raises:
         ConfigError: an unknown key (the message suggests the most similar known one), or a value whose type differs from the

@@ -31,7 +31,7 @@ class WeightsReport:
         remade: name -> reason, for names that model and weights share but whose tensors kept the model's initial values.
         missing: names in the model only; these also kept the initial values.
         unexpected: names in the weights only.
-        rows_by_name: for each class name, the row of the weights that was loaded; ``None`` for a class that kept its initial row.
+        rows_by_name: class name -> row of the weights that was loaded; ``None`` for a class that kept its initial row.
             Empty if the class names agree.
         near_names: class name that was not found -> class name of the weights that differs only in case, spaces or a plural.
         first_row_only: names of tensors in ``loaded`` from which only row 0 was loaded. They are class heads of proposals whose row

@@ -47,7 +47,7 @@ class CocoEvaluator(Evaluator):
         class_ids: category id of each of the K classes in the file.
         class_names: name of each of the K classes.
         backend: "faster_coco_eval", or "pycocotools", which computes the same metrics more slowly.
-        max_detections: how many of the best detections count, per class and image. ``None`` means 100, as in COCO, unless an
+        max_detections: number of best detections that count, per class and image. ``None`` means 100, as in COCO, unless an
             image of the ground truth has more than 100 objects of one class; then all detections count.
 
     Raises:

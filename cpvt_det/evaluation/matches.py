@@ -108,7 +108,7 @@ class Matches:
         truth: images and their objects.
         image_ids, labels, boxes, scores: arrays with all detections. Their shapes and dtypes are, in this order: (n,) int64; (n,)
             int64 in [0, K); (n, 4) float64, xywh in pixels; (n,) float64.
-        counted: how many of the best detections count per class and image; ``None`` for all.
+        counted: number of best detections that count per class and image; ``None`` for all.
 
     Attributes:
         image_ids: (N,) int64, ascending.

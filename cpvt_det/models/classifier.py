@@ -71,7 +71,7 @@ class Classifier(ImageModel):
         Args:
             images: (B, 3, H, W) float, normalised; values under the padding do not matter.
             padding_mask: (B, H, W) bool, True = padded.
-            targets: not used; accepted because detectors have this argument.
+            targets: an argument of detectors, which is accepted but not used here.
 
         Raises:
             TypeError: a mask that is not bool, or weights in half precision.

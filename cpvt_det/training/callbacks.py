@@ -46,7 +46,7 @@ class TrainingRun:
         max_iter: number of iterations in the whole run.
         best: the best evaluation so far, and the number of evaluations since then.
         evaluated: the model that evaluations measure, with the moving average of the weights if there is one.
-        reason: why a callback wants to end the run; empty while the run continues.
+        reason: the reason why a callback wants to end the run; empty while the run continues.
     """
 
     cfg: CfgNode

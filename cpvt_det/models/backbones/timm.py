@@ -192,7 +192,7 @@ class Survey:
         units: stage of each part, such as a block, in the order of the forward pass. The stage is the base-2 logarithm of the
             stride of the part's output.
         treatments: treatments of modules that keep the padding out.
-        reason: why the treatments are not enough; empty if they are enough, or if this was not tested.
+        reason: the reason why the treatments are not enough; empty if they are enough, or if this was not tested.
     """
 
     strides: tuple[int, ...]
