@@ -23,10 +23,10 @@ def shared_exports(kept_exports, monkeypatch):
     """
     trace, convert = program.trace, torch.onnx.export
 
-    def trace_once(module, canvas, dynamic=program.DIMENSIONS):
-        key = (_identity(module), canvas, tuple(dynamic))
+    def trace_once(module, canvas, dynamic=program.DIMENSIONS, masked=True):
+        key = (_identity(module), canvas, tuple(dynamic), masked)
         if key not in kept_exports:
-            kept_exports[key] = trace(module, canvas, dynamic)
+            kept_exports[key] = trace(module, canvas, dynamic, masked)
         return kept_exports[key]
 
     def convert_once(traced, **options):

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from fvcore.common.config import CfgNode
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from cpvt_det.builders import build_device
 from cpvt_det.checkpoint.fetch import EXPORTED
@@ -23,6 +24,8 @@ from cpvt_det.common.structures import PaddedBatch
 from cpvt_det.config import flat_items
 from cpvt_det.evaluation.thresholds import Thresholds
 
+INPUTS = ("images", "padding_mask")
+"""Names of a program's inputs; a program for images that fill their canvas has only the first."""
 METADATA_KEY = "cpvt_det"
 """Key of the JSON metadata that is written with a program."""
 PACKAGES = {"onnx": "onnxruntime", "openvino": "openvino"}
@@ -35,7 +38,8 @@ class Program(NamedTuple):
     """An opened program.
 
     Attributes:
-        run: function of images (B, 3, H, W) float32 and padding mask (B, H, W) bool that returns the program's outputs.
+        run: function of images (B, 3, H, W) float32 and padding mask (B, H, W) bool that returns the program's outputs; a program
+            without a mask ignores it.
         facts: metadata of the program; empty for a program of another project.
     """
 
@@ -48,7 +52,8 @@ class ExportedModel(nn.Module):
     decoded.
 
     Args:
-        program: the program; its metadata contains ``stride`` and ``fixed``, the dimensions that may not change between calls.
+        program: the program; its metadata contains ``stride``, ``fixed``, the dimensions that may not change between calls, and
+            ``inputs``, the names of its inputs.
         origin: name of the program's file in messages.
     """
 
@@ -58,10 +63,18 @@ class ExportedModel(nn.Module):
         self.origin = origin
         self.size_divisibility: int = program.facts["stride"]
         self.fixed: dict[str, int] = program.facts["fixed"]
+        self.is_masked = "padding_mask" in program.facts["inputs"]
 
     def preprocess(self, images: Sequence[Tensor]) -> PaddedBatch:
-        """Put images (3, h, w) in [0, 255] on one canvas, as floats; the program normalises them."""
-        return PaddedBatch.from_images([image.float() for image in images], self.size_divisibility)
+        """Put images (3, h, w) in [0, 255] on one canvas, as floats; the program normalises them. For a program without a padding
+        mask, they are stretched to the canvas."""
+        images = [image.float() for image in images]
+        if not self.is_masked:
+            largest = [max(image.shape[axis] for image in images) for axis in (1, 2)]
+            whole = [-(-side // self.size_divisibility) * self.size_divisibility for side in largest]
+            canvas = [self.fixed.get(name, side) for name, side in zip(("height", "width"), whole, strict=True)]
+            images = [F.interpolate(image[None], canvas, mode="bilinear", antialias=True)[0] for image in images]
+        return PaddedBatch.from_images(images, self.size_divisibility)
 
     def forward(self, images: Tensor, padding_mask: Tensor) -> tuple[Tensor, ...]:
         """Run the program. It returns the same outputs as :meth:`cpvt_det.export.program.ExportModule.forward`.
@@ -172,8 +185,10 @@ def _open_onnx(path: str) -> Program:
     options.log_severity_level = 3  # errors only, because warnings are about the runtime's changes to the graph
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
-    def run(images: Tensor, padding_mask: Tensor) -> tuple[Tensor, ...]:
-        answers = session.run(None, {"images": images.numpy(), "padding_mask": padding_mask.numpy()})
+    names = [one.name for one in session.get_inputs()]
+
+    def run(*inputs: Tensor) -> tuple[Tensor, ...]:
+        answers = session.run(None, {name: one.numpy() for name, one in zip(names, inputs, strict=False)})
         return tuple(torch.from_numpy(answer) for answer in answers)
 
     return Program(run, json.loads(session.get_modelmeta().custom_metadata_map.get(METADATA_KEY, "{}")))
@@ -199,8 +214,10 @@ def _open_openvino(path: str) -> Program:
     options = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": torch.get_num_threads(), "PERFORMANCE_HINT": "LATENCY"}
     compiled = core.compile_model(model, "CPU", options)  # the default is bfloat16 on some processors
 
-    def run(images: Tensor, padding_mask: Tensor) -> tuple[Tensor, ...]:
-        answers = compiled({"images": images.numpy(), "padding_mask": padding_mask.numpy()})
+    names = [one.any_name for one in compiled.inputs]
+
+    def run(*inputs: Tensor) -> tuple[Tensor, ...]:
+        answers = compiled({name: one.numpy() for name, one in zip(names, inputs, strict=False)})
         return tuple(torch.from_numpy(answers[output].copy()) for output in compiled.outputs)
 
     return Program(run, facts)

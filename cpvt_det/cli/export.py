@@ -18,7 +18,7 @@ from tabulate import tabulate
 from torch import Tensor
 
 from cpvt_det import builders
-from cpvt_det.checkpoint.exported import Run, is_exported, load_for_evaluation, open_program
+from cpvt_det.checkpoint.exported import INPUTS, Run, is_exported, load_for_evaluation, open_program
 from cpvt_det.checkpoint.trained import Trained, load_trained
 from cpvt_det.cli import common_options
 from cpvt_det.cli.train import RUN_CONTEXT
@@ -53,6 +53,9 @@ CALIBRATION, FEWEST = 100, 8  # number of images to measure the ranges of activa
     show_default=True,
     help="Sampling operator of deformable attention.",
 )
+@click.option(
+    "--no-mask", "masked", is_flag=True, flag_value=False, default=True, help="No padding mask: images fill the canvas, stretched."
+)
 @click.option("--half", is_flag=True, help="Compute matrix products and convolutions in float16; OpenVINO: weights in float16.")
 @click.option("--int8", is_flag=True, help="Compute convolutions and linear layers in int8, calibrated on training images.")
 @click.option(
@@ -72,6 +75,7 @@ def export(
     batch: int | None,
     size: str | None,
     sampling: str,
+    masked: bool,
     half: bool,
     int8: bool,
     max_loss: float | None,
@@ -109,11 +113,11 @@ def export(
     fixed = {name: side for name, side in vars(canvas).items() if name not in names}
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as folder:
         path = Path(folder) / output.name
-        facts = {**_metadata(trained), "fixed": fixed}
-        program.write_program(program.trace(module, canvas, names), format, path, facts, half, postprocess.outputs)
+        facts = {**_metadata(trained), "fixed": fixed, "inputs": INPUTS if masked else INPUTS[:1]}
+        program.write_program(program.trace(module, canvas, names, masked), format, path, facts, half, postprocess.outputs)
         run = _open(path, format)
         unseen = enumerate(check.unseen_canvases(detector, canvas, names))
-        rows = [check.compare(detector, postprocess, run, other, seed) for seed, other in unseen]
+        rows = [check.compare(detector, postprocess, run, other, seed, masked) for seed, other in unseen]
         _report(rows, HALF_TOLERANCE if half else TOLERANCE)
         if images is not None:
             quantize(path, format, images, facts)
@@ -188,7 +192,11 @@ def _report_loss(trained: Trained, tests: list[CocoDataset], path: Path, max_los
 
 def _open(path: Path, format: str) -> Run:
     try:
-        return torch.export.load(path).module() if format == "torch_export" else open_program(path, format).run
+        if format != "torch_export":
+            return open_program(path, format).run
+        loaded = torch.export.load(path)
+        module, count = loaded.module(), len(loaded.graph_signature.user_inputs)
+        return lambda *inputs: module(*inputs[:count])
     except WeightsError as error:
         raise RunStoppedError(f"the converted program cannot be run: {error}") from error
 

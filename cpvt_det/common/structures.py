@@ -4,7 +4,9 @@
 ``data/mapper.py`` fills them, ``models/detector.py`` takes and returns them, and ``losses/`` and ``evaluation/`` read them.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -276,10 +278,25 @@ def level_padding_mask(padding_mask: Tensor, stride: int) -> Tensor:
     return padding_mask[:, ::stride, ::stride]
 
 
+_UNPADDED: ContextVar[bool] = ContextVar("no mask has padding", default=False)
+
+
+@contextlib.contextmanager
+def unpadded() -> Iterator[None]:
+    """In this block, :func:`has_padding` is always false: a model that is traced in it treats every image as filling its canvas."""
+    token = _UNPADDED.set(True)
+    try:
+        yield
+    finally:
+        _UNPADDED.reset(token)
+
+
 def has_padding(padding_mask: Tensor) -> bool:
     """Whether any cell of a mask is padded. Also true if the check would have to wait for a device or would break a compiled
     graph.
     """
+    if _UNPADDED.get():
+        return False
     is_at_hand = padding_mask.device.type == "cpu" and not torch.compiler.is_compiling()
     return not is_at_hand or bool(padding_mask.any())
 

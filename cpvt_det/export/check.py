@@ -60,7 +60,9 @@ def _within(detector: ImageModel, sides: Collection[int]) -> list[int]:
 
 
 @torch.no_grad()
-def compare(detector: ImageModel, postprocess: PostProcessor | ClassScores, run: Run, canvas: Canvas, seed: int = 0) -> Comparison:
+def compare(
+    detector: ImageModel, postprocess: PostProcessor | ClassScores, run: Run, canvas: Canvas, seed: int = 0, masked: bool = True
+) -> Comparison:
     """Run the model and the program on the same generated images, all of different sizes.
 
     Args:
@@ -69,9 +71,12 @@ def compare(detector: ImageModel, postprocess: PostProcessor | ClassScores, run:
         run: the program.
         canvas: shape of the batch.
         seed: seed of the images.
+        masked: whether the program has a padding mask; without one, all images fill the canvas.
     """
     stride = detector.size_divisibility
     images = draw_images(canvas, stride, seed)
+    if not masked:
+        images = [F.interpolate(image[None], (canvas.height, canvas.width))[0] for image in images]
     batch, pixels = detector.preprocess(images), PaddedBatch.from_images([image.float() for image in images], stride)
     predictions, expected_seconds = _timed(lambda: detector(batch.images, batch.padding_mask))
     answers, found_seconds = _timed(lambda: run(pixels.images, pixels.padding_mask))

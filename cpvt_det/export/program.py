@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from cpvt_det.checkpoint.exported import METADATA_KEY, openvino_core
+from cpvt_det.checkpoint.exported import INPUTS, METADATA_KEY, openvino_core
 from cpvt_det.common.errors import BadInputError, RunStoppedError, first_line
+from cpvt_det.common.structures import unpadded
 from cpvt_det.evaluation.answers import ClassScores, PostProcessor
 from cpvt_det.layers.attention import DeformableAttention
 from cpvt_det.layers.norm import MaskedGroupNorm
@@ -68,13 +69,13 @@ class ExportModule(nn.Module):
         self.postprocess = postprocess
         self.half_precision = half_precision
 
-    def forward(self, images: Tensor, padding_mask: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, images: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, ...]:
         """Run model and post-processing.
 
         Args:
             images: (B, 3, H, W) float32, RGB from 0 to 255, at the top left of a canvas whose sides are multiples of the
                 detector's ``size_divisibility``; values under the padding have no effect.
-            padding_mask: (B, H, W) bool, True = padded.
+            padding_mask: (B, H, W) bool, True = padded; ``None`` if all images fill the canvas.
 
         Returns:
             Boxes (B, n, 4) float32, xyxy in [0, 1] of the unpadded image; scores (B, n) float32, best first; labels (B, n) int64.
@@ -82,8 +83,9 @@ class ExportModule(nn.Module):
         """
         normalised = (images - self.detector.pixel_mean) / self.detector.pixel_std
         computing = torch.autocast(images.device.type, torch.float16) if self.half_precision else contextlib.nullcontext()
-        with computing:
-            predictions = self.detector(normalised, padding_mask)
+        with computing, unpadded() if padding_mask is None else contextlib.nullcontext():
+            mask = torch.zeros_like(images[:, 0], dtype=torch.bool) if padding_mask is None else padding_mask
+            predictions = self.detector(normalised, mask)
         return self.postprocess.decode(predictions)
 
 
@@ -111,13 +113,14 @@ def prepare(detector: ImageModel, sampling: str = "gather") -> ImageModel:
     return ready
 
 
-def trace(module: ExportModule, canvas: Canvas, dynamic: Collection[str] = DIMENSIONS) -> ExportedProgram:
+def trace(module: ExportModule, canvas: Canvas, dynamic: Collection[str] = DIMENSIONS, masked: bool = True) -> ExportedProgram:
     """Trace a detector with ``torch.export``.
 
     Args:
         module: the module to trace.
         canvas: shape to trace at; the dimensions that are not in ``dynamic`` are fixed to it.
         dynamic: names from ``DIMENSIONS`` that may differ from call to call.
+        masked: whether the program has a padding mask as its second input.
 
     Returns:
         A program of aten operators, with torch's ``scan`` for step-by-step computations.
@@ -131,10 +134,12 @@ def trace(module: ExportModule, canvas: Canvas, dynamic: Collection[str] = DIMEN
     batch, height, width = (dims[name] if name in dynamic else Dim.STATIC for name in DIMENSIONS)
     shapes = {"images": {0: batch, 2: height, 3: width}, "padding_mask": {0: batch, 1: height, 2: width}}
     images = torch.zeros(canvas.batch, 3, canvas.height, canvas.width)
-    inputs = (images, torch.zeros_like(images[:, 0], dtype=torch.bool))
+    inputs = {"images": images, "padding_mask": torch.zeros_like(images[:, 0], dtype=torch.bool)}
+    if not masked:
+        del inputs["padding_mask"], shapes["padding_mask"]
     try:
         with torch.no_grad():
-            program = torch.export.export(module, inputs, dynamic_shapes=shapes)
+            program = torch.export.export(module, tuple(inputs.values()), dynamic_shapes=shapes)
             if module.half_precision:  # this traces everything again, including the separate graph under autocast
                 program = program.run_decompositions(FLOAT_NORMS)
     except Exception as error:  # what torch raises has no common base
@@ -225,7 +230,7 @@ def write_program(
         return
     try:
         with _silenced("onnxscript"):  # it warns of what it cannot simplify
-            names = {"input_names": ("images", "padding_mask"), "output_names": outputs}
+            names = {"input_names": INPUTS[: len(program.graph_signature.user_inputs)], "output_names": outputs}
             optimize = format == "openvino" or not half_precision
             options = {"dynamo": True, "opset_version": OPSET, "verbose": False, "optimize": optimize}
             converted = torch.onnx.export(program, **names, **options)

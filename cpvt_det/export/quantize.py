@@ -68,7 +68,8 @@ def _feeds(images: Iterable[Tensor], facts: Mapping[str, Any]) -> Iterator[Feed]
     called: list[Feed] = []
 
     def keep(images: Tensor, padding_mask: Tensor) -> tuple[Tensor]:
-        called.append({"images": images.numpy(), "padding_mask": padding_mask.numpy()})
+        arrays = {"images": images.numpy(), "padding_mask": padding_mask.numpy()}
+        called.append({name: arrays[name] for name in facts["inputs"]})
         return (torch.zeros(len(images)),)
 
     model = ExportedModel(Program(keep, dict(facts)), "the program")

@@ -13,10 +13,12 @@ from exports import kept_exports, shared_exports  # noqa: F401
 from test_models import unlike_initial
 from test_solver import tiny_cfg
 from tiny import DETECTORS, DFINE, DINO, RTDETR
+from torch.nn import functional as F
 
 from cpvt_det import builders
-from cpvt_det.checkpoint.exported import open_program
+from cpvt_det.checkpoint.exported import load_model, open_program
 from cpvt_det.checkpoint.files import write_checkpoint
+from cpvt_det.checkpoint.trained import load_trained
 from cpvt_det.cli import main
 from cpvt_det.common.errors import BadInputError, RunStoppedError
 from cpvt_det.common.structures import Detections
@@ -98,6 +100,8 @@ STATIC_CASES = [
     ("deformable", "sine_offset+peg", {**ONE_STAGE, "MODEL__POSITION__PEG__NORM": "GN"}, ()),
     ("rtdetr", "sine_grid", {}, ()),
     ("dfine", "peg", {"MODEL__DETECTOR__NORM": "GN"}, ()),
+    ("dfine", "sine_grid+peg", {}, ("--no-mask",)),
+    ("detr", "learned", {}, ("--no-mask",)),
 ]
 
 
@@ -117,6 +121,31 @@ def test_an_onnx_file_gives_the_models_answers(tmp_path, kind, position, more, w
     result = export(save(tmp_path, make_cfg(kind, position, **more)), tmp_path / "detector.onnx", *STATIC, *words, format="onnx")
     assert result.exit_code == 0, result.output
     assert [path.name for path in tmp_path.glob("detector*")] == ["detector.onnx"]
+
+
+def test_a_program_without_a_mask_takes_images_alone_and_stretches_them(tmp_path):
+    """Its answers are those of the model for the stretched image, and nothing in it masks."""
+    onnx = pytest.importorskip("onnx")
+    weights = save(tmp_path, make_cfg("dfine", "peg"))
+    choices = {}
+    for name, words in {"masked": (), "filled": ("--no-mask",)}.items():
+        result = export(weights, tmp_path / f"{name}.onnx", "--dynamic", "batch", "--size", "64x96", *words, format="onnx")
+        assert result.exit_code == 0, result.output
+        graph = onnx.load(tmp_path / f"{name}.onnx").graph
+        choices[name] = sum(node.op_type == "Where" for node in graph.node)
+        assert [one.name for one in graph.input] == ["images", "padding_mask"][: 2 if name == "masked" else 1]
+    assert choices["filled"] < 0.3 * choices["masked"]
+    model, original = load_model(tmp_path / "filled.onnx"), load_trained(weights, "cpu")
+    images = [torch.randint(0, 255, (3, *size), dtype=torch.uint8) for size in ((40, 90), (64, 30))]
+    batch = model.detector.preprocess(images)
+    assert batch.images.shape == (2, 3, 64, 96) and not batch.padding_mask.any()
+    stretched = [F.interpolate(image[None].float(), (64, 96), mode="bilinear", antialias=True)[0] for image in images]
+    assert torch.equal(batch.images, torch.stack(stretched))
+    found = builders.build_decoder(original.cfg).decode(model.detector(batch.images, batch.padding_mask))
+    prepared = original.detector.preprocess(stretched)
+    with torch.no_grad():
+        expected = builders.build_decoder(original.cfg).decode(original.detector(prepared.images, prepared.padding_mask))
+    torch.testing.assert_close(found[1], expected[1], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(("kind", "format"), [("dino", "onnx"), ("dfine", "torch_export")])

@@ -18,7 +18,7 @@ from torch import nn
 from benchmarks import exported_speed
 from cpvt_det import Predictor
 from cpvt_det.checkpoint import exported
-from cpvt_det.checkpoint.exported import EXPORTED, ExportedModel, Program, load_for_evaluation, open_program
+from cpvt_det.checkpoint.exported import EXPORTED, INPUTS, ExportedModel, Program, load_for_evaluation, open_program
 from cpvt_det.checkpoint.trained import load_trained
 from cpvt_det.cli import main
 from cpvt_det.common.class_names import Classes
@@ -214,7 +214,7 @@ def program(answer, **fixed):
         calls.append(tuple(images.shape))
         return (answer(images, padding_mask),)
 
-    return ExportedModel(Program(run, {"stride": 8, "fixed": fixed}), "the program"), calls
+    return ExportedModel(Program(run, {"stride": 8, "fixed": fixed, "inputs": INPUTS}), "the program"), calls
 
 
 def test_a_program_of_one_shape_takes_batches_of_others():
