@@ -145,6 +145,11 @@ def their_model(model: str, device: str) -> Model:
             backbone = transformers.RTDetrResNetConfig(**RESNET_18, out_indices=[2, 3, 4])
             module = transformers.RTDetrV2ForObjectDetection(transformers.RTDetrV2Config(backbone_config=backbone, **words))
         draw_weights(module)
+        for part in module.modules():
+            if isinstance(part, nn.Conv2d):  # with transformers' initial values, the maps vanish, and answers ignore the image
+                nn.init.kaiming_normal_(part.weight)
+            elif isinstance(part, nn.BatchNorm2d):
+                nn.init.ones_(part.weight)
     module.requires_grad_(True).to(device)
 
     def predict(batch: PaddedBatch) -> tuple[Tensor, Tensor]:

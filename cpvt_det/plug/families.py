@@ -34,7 +34,7 @@ class Family:
     mask_meaning: str | None = None
     """Meaning that the family's mask must have, for messages; ``None`` if there is no mask."""
     needs_grid = False
-    width: str | None = None
+    channels_path: str | None = None
     """Path, below the owner, of the number of channels; ``None`` if the norm of each layer tells it."""
     level_embed: str | None = None
     """Name of the parameter (L, C) with an embedding of each level; ``None`` for a single level."""
@@ -50,7 +50,7 @@ class Family:
         return {f"{self.blocks}.{name}": layer for name, layer in owner.get_submodule(self.blocks).named_children()}
 
     def channels(self, owner: nn.Module, name: str, layer: nn.Module) -> int:
-        return attribute_of(owner, self.width) if self.width else layer.norm2.normalized_shape[0]
+        return attribute_of(owner, self.channels_path) if self.channels_path else layer.norm2.normalized_shape[0]
 
     def levels(self, owner: nn.Module) -> int | None:
         """Number of levels of a multi-level encoder; ``None`` for a single level."""
@@ -155,7 +155,7 @@ class DETR(Family):
     layout = "NBC"
     grid_source = ("", "before")
     mask_meaning = "True must mean padded"
-    width = "d_model"
+    channels_path = "d_model"
     encoding = ("pos", 3)
     """Name and index of the argument of the encoder that contains the encoding."""
 
@@ -170,7 +170,7 @@ class DETR(Family):
 class DetrexDETR(DETR):
     name = "detrex DETR, DAB-DETR"
     classes = ("detr.modeling.transformer.DetrTransformer", "dab_detr.modeling.dab_transformer.DabDetrTransformer")
-    width = "embed_dim"
+    channels_path = "embed_dim"
     encoding = ("query_pos", 3)
 
 
@@ -216,7 +216,7 @@ class HuggingFaceDETR(DETR):
     layout = "BNC"
     grid_source = ("position_embedding", "before")
     mask_meaning = "pixel_mask must be 1 on the image and 0 on the padding"
-    width = "config.d_model"
+    channels_path = "config.d_model"
     encoding = ("spatial_position_embeddings", 2)
 
     def grid_and_mask(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> GridAndMask:
@@ -248,7 +248,7 @@ class HuggingFaceRTDETR(Family):
     )
     blocks = "aifi"
     layout = "BCHW"
-    width = "encoder_hidden_dim"
+    channels_path = "encoder_hidden_dim"
 
     def replace(self, owner: nn.Module) -> list[Any]:
         return [layer.position_embedding.register_forward_hook(zero_output) for layer in owner.aifi]
@@ -261,7 +261,7 @@ class HuggingFaceLWDETR(Family):
     classes = ("transformers.models.lw_detr.modeling_lw_detr.LwDetrViTBackbone",)
     blocks = "encoder.layer"
     grid_source = ("embeddings", "after")
-    width = "config.hidden_size"
+    channels_path = "config.hidden_size"
     windows = "config.num_windows_side"
 
     def replace(self, owner: nn.Module) -> list[Any]:
@@ -291,7 +291,7 @@ class TimmViT(Family):
     name = "timm VisionTransformer"
     classes = ("timm.models.vision_transformer.VisionTransformer",)
     grid_source = ("patch_embed", "after")
-    width = "embed_dim"
+    channels_path = "embed_dim"
     prefix = "num_prefix_tokens"
 
     def grid_and_mask(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> GridAndMask:
@@ -313,7 +313,7 @@ class TorchvisionViT(Family):
     classes = ("torchvision.models.vision_transformer.VisionTransformer",)
     blocks = "encoder.layers"
     grid_source = ("conv_proj", "after")
-    width = "hidden_dim"
+    channels_path = "hidden_dim"
     prefix = 1
 
     def replace(self, owner: nn.Module) -> list[Any]:
@@ -329,7 +329,7 @@ class TorchEncoder(Family):
     grid_source = ("", "before")
     mask_meaning = "src_key_padding_mask must be True on the padding"
     needs_grid = True
-    width = "layers.0.linear2.out_features"
+    channels_path = "layers.0.linear2.out_features"
 
     def layout_of(self, owner: nn.Module) -> str:
         return "BNC" if owner.layers[0].self_attn.batch_first else "NBC"
