@@ -307,7 +307,7 @@ class RunCheckpointer(Checkpointer):
             raise
         except (RuntimeError, KeyError, ValueError, TypeError, AttributeError) as error:
             raise WeightsError(
-                f"{path} cannot be resumed, because it does not belong to the config's model: {error}; set the MODEL keys to the "
+                f"{path} cannot be resumed, because it does not match the model in the config: {error}; set the MODEL keys to the "
                 "values that it was trained with"
             ) from error
         state: RunState = self.checkpointables["cpvt_det"]

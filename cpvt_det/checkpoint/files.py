@@ -38,7 +38,7 @@ def read_checkpoint(path: str | Path, only_look: bool = False) -> Any:
     Args:
         path: path of the file. Its suffix gives the format: ``.safetensors``, ``.pkl`` for a pickle of arrays (detectron2's model
             zoo), and any other for torch's format.
-        only_look: whether to leave torch's tensors on the disk and read only the rest; damage to tensors then goes unnoticed.
+        only_look: whether to leave the tensors on disk and read only the rest; damaged tensors then go unnoticed.
 
     Returns:
         The saved object; for a checkpoint a dict.

@@ -31,7 +31,7 @@ class _Dtype:
     def __init__(self, code: str, *_: Any):
         self.value = np.dtype(code)
         if self.value.kind not in KINDS:
-            raise WeightsError(f"an array of dtype {self.value} is not an array of numbers")
+            raise WeightsError(f"an array of dtype {self.value} is not numeric; only arrays of numbers are read")
 
     def __setstate__(self, state: tuple) -> None:
         self.value = self.value.newbyteorder(state[1])  # "<", ">" or "|"

@@ -26,8 +26,8 @@ from cpvt_det.predict.films import FilmReader, is_film
     "--input",
     "source",
     required=True,
-    metavar="FILE|FOLDER|GLOB|FILM",
-    help="Images (a glob in quotes); a film, a camera's number or an rtsp:// or http:// address.",
+    metavar="FILE|FOLDER|GLOB|VIDEO",
+    help="Images (a glob in quotes); a video, a camera's number or an rtsp:// or http:// address.",
 )
 @click.option("--output", required=True, type=click.Path(path_type=Path), help="Folder to write to.")
 @click.option(
@@ -45,8 +45,8 @@ from cpvt_det.predict.films import FilmReader, is_film
     show_default=True,
     help="Whether to stop at unreadable images or skip them.",
 )
-@click.option("--every", default=1, show_default=True, metavar="N", help="For films: use only every N-th frame.")
-@click.option("--track", is_flag=True, help="For films: give objects ids that stay the same from frame to frame.")
+@click.option("--every", default=1, show_default=True, metavar="N", help="For videos: use only every N-th frame.")
+@click.option("--track", is_flag=True, help="For videos: give objects ids that stay the same from frame to frame.")
 @tiles_options
 @common_options
 @click.argument("overrides", nargs=-1, metavar="[KEY VALUE]...")
@@ -69,7 +69,7 @@ def predict(
     of cpvt-det export, ONNX or OpenVINO.
 
     Writes pictures/, detections.json (COCO's results format), images.json (the id of each image) and coco.json (a COCO data set). A
-    classifier writes classes.json: the best five classes of each image, with their scores. For a film or a camera, the command
+    classifier writes classes.json: the best five classes of each image, with their scores. For a video or a camera, the command
     writes film.mp4 and frames.jsonl, one line per frame. KEY VALUE pairs override the config.
 
     \b
@@ -84,7 +84,7 @@ def predict(
     filmed = is_film(source)
     _require_usable(threshold, batch, overrides, every, filmed)
     if track and not filmed:
-        raise BadInputError(f"--track is for films, and {source} is not one")
+        raise BadInputError(f"--track is for videos, and {source} is not one")
     output = output.expanduser()
     paths, unreadable = ([], []) if filmed else find_files(source, output)
     if unreadable:
@@ -98,7 +98,7 @@ def predict(
     if classifies and threshold is not None:
         raise BadInputError(f"--threshold is for detections, and {weights} is a classifier; leave it out")
     if classifies and filmed:
-        raise BadInputError(f"{source} is a film, but {weights} is a classifier, which takes only images")
+        raise BadInputError(f"{source} is a video, but {weights} is a classifier, which takes only images")
     predictor = (ClassPredictor if classifies else Predictor).from_trained(trained)
     reader = FilmReader(source, every) if filmed else None
     files, issues = ([], Issues()) if filmed else check_files(paths, source, on_bad)
@@ -137,7 +137,7 @@ def _require_usable(threshold: float | None, batch: int, overrides: Sequence[str
     if threshold is not None and not 0 <= threshold <= 1:
         raise BadInputError(f"--threshold must be a score from 0 to 1, got {threshold}")
     if every < 1 or (every > 1 and not filmed):
-        raise BadInputError(f"--every must be 1 or more, and more than 1 is only for films, got {every}")
+        raise BadInputError(f"--every must be 1 or more, and more than 1 is only for videos, got {every}")
     if batch < 1:
         raise BadInputError(f"--batch must be 1 or more images, got {batch}")
     for word in overrides[::2]:

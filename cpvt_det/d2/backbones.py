@@ -138,7 +138,7 @@ def keep_padding_out(body: nn.Module, maps: Maps, divisor: int) -> None:
     do.
 
     Args:
-        body: backbone of detectron2, changed in place; the names in its state dict stay the same.
+        body: a detectron2 backbone, modified in place; its state-dict keys do not change.
         maps: function of a backbone and (B, 3, H, W) images that returns its maps, (B, C, h, w).
         divisor: number by which the sides of canvases are divisible.
 

@@ -314,8 +314,8 @@ class SampleLoader(DataLoader):
             batches = super().__iter__()
         except OSError as error:
             raise RunStoppedError(
-                f"the {self.num_workers} data workers cannot be started: {error.strerror}; each needs some space in /dev/shm "
-                "(docker run --shm-size 1g) and a process (ulimit -u); raise these limits, or set DATALOADER.NUM_WORKERS 0"
+                f"the {self.num_workers} data workers cannot be started: {error.strerror}; raise the limit on /dev/shm (docker run "
+                "--shm-size 1g) or on processes (ulimit -u), or set DATALOADER.NUM_WORKERS to 0"
             ) from error
         at_work, seen, silent = self.dataset.at_work, None, 0.0
         try:

@@ -191,7 +191,7 @@ class Matches:
 
         Args:
             num_classes: number of classes K.
-            threshold: lowest score of the detections that count.
+            threshold: minimum score for a detection to count.
 
         Returns:
             (K + 1, K + 1) int64 array: rows are the true classes, and columns are the detected classes. The last column counts
@@ -211,7 +211,7 @@ class Matches:
         object of the same class.
 
         Args:
-            threshold: lowest score of the detections that count.
+            threshold: minimum score for a detection to count.
         """
         missed = ~self.objects["crowd"] & (self.found_at < threshold)
         false = (self.same_class == NOTHING) & (self.scores >= threshold)

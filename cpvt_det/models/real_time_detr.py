@@ -370,7 +370,7 @@ class RealTimeDETR(Detector):
     ):
         super().__init__(backbone, neck, position, transformer, pixel_mean, pixel_std)
         if len(neck.strides) != transformer.encoder.num_levels:
-            raise ValueError(f"the neck makes {len(neck.strides)} levels, but the encoder has {transformer.encoder.num_levels}")
+            raise ValueError(f"the neck produces {len(neck.strides)} levels, but the encoder has {transformer.encoder.num_levels}")
         layers = range(len(transformer.decoder.layers))
         bins = getattr(transformer.decoder, "num_bins", 0)
         self.class_embed = nn.ModuleList(class_head(channels, num_logits, prior_probability) for _ in layers)

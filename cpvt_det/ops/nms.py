@@ -28,7 +28,7 @@ def nms_topk(boxes_xyxy: Tensor, scores: Tensor, padded: Tensor, threshold: floa
         count: Q, at most N.
 
     Returns:
-        (B, Q) int64, indices in the order of choice.
+        (B, Q) int64, indices of the chosen boxes, in the order in which they were chosen.
     """
     if is_exporting():
         return nms_topk_exportable(boxes_xyxy, scores, padded, threshold, count)

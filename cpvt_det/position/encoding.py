@@ -167,8 +167,8 @@ def channels_per_head(channels: int, num_heads: int, multiple: int = 1) -> int:
             ``multiple``.
     """
     if num_heads < 1 or channels % (num_heads * multiple):
-        what = f"channels per head in multiples of {multiple}" if multiple > 1 else "heads that divide the channels"
-        raise ValueError(f"this position encoding needs {what}, got {channels} channels and {num_heads} heads")
+        divisor = f"{multiple} times the number of heads" if multiple > 1 else "the number of heads"
+        raise ValueError(f"channels must be a multiple of {divisor}, got {channels} channels and {num_heads} heads")
     return channels // num_heads
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detect objects in image files, given by path, folder or glob, or in a film; write pictures and JSON."""
+"""Detect objects in image files, given by path, folder or glob, or in a video; write pictures and JSON."""
 
 import contextlib
 import json
@@ -150,26 +150,26 @@ def predict_files(
 def predict_film(
     predictor: Predictor, reader: FilmReader, output: Path, threshold: float, batch_size: int, track: bool = False
 ) -> Found:
-    """Detect objects in a film. Write ``film.mp4``, with boxes and the times of its frames, and ``frames.jsonl``, with a line per
+    """Detect objects in a video. Write ``film.mp4``, with boxes and the times of its frames, and ``frames.jsonl``, with a line per
     frame: ``{"frame": 12, "time": 0.48, "detections": [{"category_id": 3, "name": "cat", "bbox": [x, y, w, h], "score": 0.9}]}``.
 
-    Both are written while the film is read, so that all results up to an interruption remain.
+    Both are written while the video is read, so that all results up to an interruption remain.
 
     Args:
         predictor: predictor of a trained detector.
-        reader: the film.
+        reader: the video.
         output: folder to write to; created if missing.
         threshold: lowest score to draw and write.
         batch_size: number of frames per batch.
         track: whether to give objects ids across frames (:class:`cpvt_det.predict.films.Tracks`); they are written as ``track`` of
-            a detection and drawn in the film.
+            a detection and drawn in the video.
 
     Returns:
         The numbers of frames and detections, and the best score.
 
     Raises:
         BadInputError: a folder that cannot be written to.
-        DataError, RunStoppedError: a film that cannot be decoded, or breaks off.
+        DataError, RunStoppedError: a video that cannot be decoded, or breaks off.
     """
     tracks = Tracks(reader.rate, threshold) if track else None
     _make_folder(output)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read the frames of films, cameras and streams. They are decoded by PyAV, the package ``av``."""
+"""Read the frames of videos, cameras and streams. They are decoded by PyAV, the package ``av``."""
 
 import os
 import re
@@ -27,10 +27,10 @@ SECONDS = 10.0
 
 
 class Frame(NamedTuple):
-    """A frame of a film.
+    """A frame of a video.
 
     Attributes:
-        number: number of the frame in the film, from 0.
+        number: number of the frame in the video, from 0.
         time: time stamp in seconds, which increases from frame to frame. If the frame rate varies, it is the time at which the
             frame is shown.
         pixels: (3, H, W) uint8 RGB, upright.
@@ -42,7 +42,7 @@ class Frame(NamedTuple):
 
 
 def is_film(source: str) -> bool:
-    """Whether a word is a film, a camera's number or an address instead of an image, judged by its form or its suffix."""
+    """Whether a word is a video, a camera's number or an address instead of an image, judged by its form or its suffix."""
     return bool(ADDRESS.match(source)) or is_camera(source) or Path(source).suffix.lower() in SUFFIXES
 
 
@@ -52,19 +52,19 @@ def is_camera(source: str) -> bool:
 
 
 class FilmReader:
-    """The frames of a film, read on demand, so that films of any length need little memory.
+    """The frames of a video, read on demand, so that videos of any length need little memory.
 
     Args:
-        source: path of a film, number of a camera, or address that ffmpeg reads, such as ``rtsp://...``.
+        source: path of a video, number of a camera, or address that ffmpeg reads, such as ``rtsp://...``.
         every: interval of the frames: the first of every ``every`` frames is used.
 
     Attributes:
-        rate: number of frames used per second, according to the film's header.
+        rate: number of frames used per second, according to the video's header.
         expected: number of frames that will be used, according to the header; ``None`` if the header has no such number.
 
     Raises:
         BadInputError: ``every`` below 1; PyAV is not installed; a camera's number on a system other than Linux and macOS.
-        DataError: a film that does not exist, cannot be opened or has no pictures; an address that does not answer.
+        DataError: a video that does not exist, cannot be opened or has no pictures; an address that does not answer.
     """
 
     def __init__(self, source: str | os.PathLike[str], every: int = 1):
@@ -87,8 +87,8 @@ class FilmReader:
         """The frames.
 
         Raises:
-            DataError: a film without frames.
-            RunStoppedError: a film that breaks off; the error is raised after the last frame before that point.
+            DataError: a video without frames.
+            RunStoppedError: a video that breaks off; the error is raised after the last frame before that point.
         """
         av, step, number = _av(), 1 / (self.rate * self.every), -1
         last = -step
@@ -97,7 +97,7 @@ class FilmReader:
                 time = frame.time if frame.time is not None and frame.time > last else last + step  # some frames have no time
                 last = time
                 if number % self.every == 0:
-                    # Rotated as the film specifies, because phones may store films turned by 90 degrees.
+                    # Rotated as the video specifies, because phones may store videos turned by 90 degrees.
                     pixels = np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90))
                     yield Frame(number, time, torch.from_numpy(pixels.transpose(2, 0, 1).copy()))  # (H, W, 3) -> (3, H, W)
         except av.FFmpegError as error:
@@ -113,12 +113,12 @@ class FilmReader:
             raise DataError(f"{self.source} contains no frames")
 
     def close(self) -> None:
-        """Close the film or the camera."""
+        """Close the video or the camera."""
         self._container.close()
 
 
 def _open(source: str) -> Any:
-    """PyAV's container of a film, camera or stream."""
+    """PyAV's container of a video, camera or stream."""
     av = _av()
     name, options = str(Path(source).expanduser()), {}
     if ADDRESS.match(source):
@@ -132,21 +132,21 @@ def _open(source: str) -> Any:
         options["format"], pattern = CAMERAS[sys.platform]
         name = pattern.format(source)
     elif not os.path.isfile(name):
-        raise DataError(f"there is no film {source}")
+        raise DataError(f"there is no video {source}")
     try:
         return av.open(name, **options)
     except av.error.ExitError as error:
         raise DataError(f"{source} has not answered in {SECONDS:g} s") from error
     except (av.FFmpegError, OSError) as error:
         what = "camera " if is_camera(source) else ""
-        raise DataError(f"cannot open {what}{source} as a film: {first_line(error)}") from error
+        raise DataError(f"cannot open {what}{source} as a video: {first_line(error)}") from error
 
 
 def _av() -> Any:
     try:
         import av
     except ImportError as error:
-        raise BadInputError("films and cameras need PyAV: pip install 'cpvt-det[video]'") from error
+        raise BadInputError("videos and cameras need PyAV: pip install 'cpvt-det[video]'") from error
     return av
 
 
@@ -198,7 +198,7 @@ class FilmWriter:
 
 
 class Tracks:
-    """A tracker that gives objects ids across the frames of a film; it is called once per frame.
+    """A tracker that gives objects ids across the frames of a video; it is called once per frame.
 
     Args:
         rate: frames per second.

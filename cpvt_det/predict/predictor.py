@@ -33,7 +33,7 @@ ImageInput = str | os.PathLike[str] | Image.Image | np.ndarray | Tensor
 
 
 class FoundFrame(NamedTuple):
-    """The detections in a frame of a film.
+    """The detections in a frame of a video.
 
     Attributes:
         number, time: number and time of the frame, as in :class:`cpvt_det.predict.films.Frame`.
@@ -202,7 +202,7 @@ class Predictor:
     def stream(
         self, source: str | os.PathLike[str] | FilmReader, every: int = 1, batch_size: int = 1, tiles: Tiling | int | None = None
     ) -> Iterator[FoundFrame]:
-        """Detect in a film, a camera or a stream while it is read.
+        """Detect in a video, a camera or a stream while it is read.
 
         Args:
             source: path, number of a camera or address, as for :class:`cpvt_det.predict.films.FilmReader`, or an open reader.
@@ -214,7 +214,7 @@ class Predictor:
             Number, time and detections of each frame; the detections are the same as if the frame were a single image.
 
         Raises:
-            BadInputError, DataError, RunStoppedError: as for :class:`cpvt_det.predict.films.FilmReader`; if a film breaks off, the
+            BadInputError, DataError, RunStoppedError: as for :class:`cpvt_det.predict.films.FilmReader`; if a video breaks off, the
                 error is raised after its last frame.
         """
         reader, part = source if isinstance(source, FilmReader) else FilmReader(source, every), []

@@ -171,7 +171,7 @@ def test_workers_that_cannot_be_started_are_told_with_the_way_out(dataset, monke
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("multiprocessing.synchronize.SemLock.__init__", full)
-    told = r"the 2 data workers cannot be started: No space left on device; .*/dev/shm.*--shm-size.*NUM_WORKERS 0"
+    told = r"the 2 data workers cannot be started: No space left on device; .*/dev/shm.*--shm-size.*NUM_WORKERS to 0"
     with pytest.raises(RunStoppedError, match=told):
         next(iter(make_loader(dataset, num_workers=2)))
 

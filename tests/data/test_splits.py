@@ -107,7 +107,7 @@ def test_a_film_with_little_else_is_cut_in_the_order_of_its_frames(tmp_path, oth
     assert 1 <= len(parts["val"]) <= 3 and len(parts["train"]) >= 9 and parts["train"] | parts["val"] == set(paths)
     assert frames == list(range(frames[0], frames[0] + len(frames))) if frames else parts["val"] == {12}
     assert (
-        notes[0].startswith("12 images are nearly the same, like the frames of a film")
+        notes[0].startswith("12 images are nearly the same, like the frames of a video")
         and "resemble those of the training" in notes[0]
     )
 

@@ -217,7 +217,7 @@ CASES = [
     Case(
         "--resume with another width",
         after_run(nothing, "--resume", MODEL__DETR__HIDDEN_DIM=32),
-        "MODEL.DETR.HIDDEN_DIM was 16, is 32...cannot be resumed, because it does not belong to the config's model",
+        "MODEL.DETR.HIDDEN_DIM was 16, is 32...cannot be resumed, because it does not match the model in the config",
         guard=Cut(
             "checkpoint/checkpointer.py",
             "except (RuntimeError, KeyError, ValueError, TypeError, AttributeError) as error:",

@@ -181,7 +181,7 @@ CASES = [
     Case(
         "analyze: a size that is none",
         analyze("--sizes", "480,large"),
-        "--sizes 'large' is neither a side nor HEIGHTxWIDTH",
+        "--sizes: 'large' must be a side length or HEIGHTxWIDTH",
         guard=Cut("cli/analyze.py", "if match is None:", "if False:"),
     ),
     Case(

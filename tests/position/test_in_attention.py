@@ -146,9 +146,9 @@ def test_deformable_attention_refuses_them_with_the_reason(name):
     ("name", "options", "message"),
     [
         ("relative", {"range": 0}, "relative positions need a range of at least 1, got 0"),
-        ("relative", {"num_heads": 5}, "heads that divide the channels, got 48 channels and 5 heads"),
-        ("rope", {"num_heads": 8}, "channels per head in multiples of 4, got 48 channels and 8 heads"),
-        ("rope_mixed", {"num_heads": 8}, "channels per head in multiples of 4, got 48 channels and 8 heads"),
+        ("relative", {"num_heads": 5}, "channels must be a multiple of the number of heads, got 48 channels and 5 heads"),
+        ("rope", {"num_heads": 8}, "channels must be a multiple of 4 times the number of heads, got 48 channels and 8 heads"),
+        ("rope_mixed", {"num_heads": 8}, "channels must be a multiple of 4 times the number of heads, got 48 channels and 8 heads"),
     ],
 )
 def test_sizes_that_do_not_divide_are_refused(name, options, message):

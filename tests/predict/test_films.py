@@ -241,7 +241,7 @@ def test_a_truncated_film_is_read_up_to_its_end_or_refused(tmp_path):
     """What has its index at the end, an MP4, cannot be opened; a Matroska film gives the frames that it has."""
     content = write_film(tmp_path / "film.mp4").read_bytes()
     (tmp_path / "half.mp4").write_bytes(content[: len(content) // 2])
-    with pytest.raises(DataError, match=r"cannot open .*half\.mp4 as a film: .*Invalid data"):
+    with pytest.raises(DataError, match=r"cannot open .*half\.mp4 as a video: .*Invalid data"):
         FilmReader(tmp_path / "half.mp4")
     content = write_film(tmp_path / "film.mkv", count=20).read_bytes()
     (tmp_path / "half.mkv").write_bytes(content[: len(content) // 2])
@@ -255,9 +255,9 @@ def test_a_truncated_film_is_read_up_to_its_end_or_refused(tmp_path):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("none.mp4", "there is no film {path}"),
-        ("text.mp4", "cannot open {path} as a film: "),
-        ("empty.mp4", "cannot open {path} as a film: "),
+        ("none.mp4", "there is no video {path}"),
+        ("text.mp4", "cannot open {path} as a video: "),
+        ("empty.mp4", "cannot open {path} as a video: "),
         ("sound.mkv", "{path} contains no video, only audio"),
     ],
 )
@@ -276,7 +276,7 @@ def test_an_address_that_does_not_answer_is_named(monkeypatch):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with pytest.raises(DataError, match=rf"cannot open rtsp://127.0.0.1:{port}/one as a film: .*refused"):
+    with pytest.raises(DataError, match=rf"cannot open rtsp://127.0.0.1:{port}/one as a video: .*refused"):
         FilmReader(f"rtsp://127.0.0.1:{port}/one")
     monkeypatch.setattr(films, "SECONDS", 0.5)
     with socket.socket() as silent:
@@ -288,7 +288,7 @@ def test_an_address_that_does_not_answer_is_named(monkeypatch):
 
 
 def test_a_camera_that_is_not_there_is_named(monkeypatch):
-    with pytest.raises(DataError, match="cannot open camera 77 as a film: "):
+    with pytest.raises(DataError, match="cannot open camera 77 as a video: "):
         FilmReader("77")
     monkeypatch.setattr(sys, "platform", "win32")
     with pytest.raises(
@@ -303,7 +303,7 @@ def test_options_of_films_are_checked(run, tmp_path):
         FilmReader(film, every=0)
     for words in (["--input", film, "--every", 0], ["--input", run.image(7), "--every", 2]):
         result = call("predict", run.weights, *words, "--output", tmp_path / "out")
-        assert result.exit_code == 2 and "--every must be 1 or more, and more than 1 is only for films" in result.output
+        assert result.exit_code == 2 and "--every must be 1 or more, and more than 1 is only for videos" in result.output
     (tmp_path / "file").write_text("")
     result = call("predict", run.weights, "--input", film, "--output", tmp_path / "file")
     assert result.exit_code == 2 and f"cannot write to {tmp_path}/file: " in result.output
@@ -314,5 +314,5 @@ def test_options_of_films_are_checked(run, tmp_path):
 
 def test_a_missing_package_is_named_with_the_way_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "av", None)
-    with pytest.raises(BadInputError, match=r"films and cameras need PyAV: pip install 'cpvt-det\[video\]'"):
+    with pytest.raises(BadInputError, match=r"videos and cameras need PyAV: pip install 'cpvt-det\[video\]'"):
         FilmReader("film.mp4")

@@ -143,8 +143,8 @@ def _use_test_set(parts: dict[str, Any], notes: list[str]) -> None:
 def divide(content: Sections, root: Path, seed: int, notes: list[str]) -> dict[str, set[int]]:
     """Draw a split: the same images and seed give the same split on every machine.
 
-    Near-duplicates, such as neighbouring frames of a film, stay together, because validation would otherwise use images that are
-    almost the same as training images. A long film is divided only if there are few other images.
+    Near-duplicates, such as neighbouring frames of a video, stay together, because validation would otherwise use images that are
+    almost the same as training images. A long video is divided only if there are few other images.
 
     Args:
         content: COCO's sections, whose images have paths as ``file_name``.
@@ -180,7 +180,7 @@ def divide(content: Sections, root: Path, seed: int, notes: list[str]) -> dict[s
         ordered = (sorted(group, key=images.__getitem__) for group in groups)
         groups = [group[start : start + target] for group in ordered for start in range(0, len(group), target)]
         notes.append(
-            f"{sum(map(len, long))} images are nearly the same, like the frames of a film, and there are few others: they were "
+            f"{sum(map(len, long))} images are nearly the same, like the frames of a video, and there are few others: they were "
             "split in the order of their names, so the validation images resemble those of the training set"
         )
     classes = defaultdict(set)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find images that are nearly the same: copies, the same image in another size or compression, neighbouring frames of a film.
+"""Find images that are nearly the same: copies, the same image in another size or compression, neighbouring frames of a video.
 
 Each image becomes a thumbnail of 24 x 24 grey values, minus their mean and divided by their norm. The product of two thumbnails is
 the correlation of their pixels, so brightness and contrast do not matter. No list of all pairs is made, because the list would
-grow with the square of the number of a film's frames.
+grow with the square of the number of a video's frames.
 """
 
 import sys

@@ -32,7 +32,7 @@ class TransformerInTransformer(VisionTransformer):
     Args:
         channels, num_layers, num_heads, position, patch_size, num_tokens, drop_path, stages, checkpointing: as in
             :class:`VisionTransformer`; the side of a patch is at least 4 pixels.
-        legacy: whether to build the network of the article's first version. Its stem convolution looks beyond a patch, and pixels
+        legacy: whether to build the network of the paper's first version. Its stem convolution looks beyond a patch, and pixels
             are added to patches after a norm per pixel and a linear layer.
         squeeze: whether the outer feed-forward outputs are weighted by channel (SE).
 
