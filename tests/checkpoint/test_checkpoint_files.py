@@ -419,7 +419,7 @@ class Evil(np.ndarray):
         (lambda ran: np.zeros(1).view(Evil), r"\w+\.mkdir"),
         (lambda ran: {"model": torch.ones(1)}, r"torch\._utils\._rebuild_tensor"),
         (lambda ran: np.array([{}], dtype=object), "an array of dtype object is not numeric"),
-        (lambda ran: np.array(["text"]), "not an array of numbers"),
+        (lambda ran: np.array(["text"]), "is not numeric"),
         (lambda ran: {1, 2}, r"\(\w+\.set\)|contains a set"),
         (lambda ran: get_cfg, r"cpvt_det\.config\.get_cfg"),
     ],
