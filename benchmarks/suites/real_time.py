@@ -7,7 +7,7 @@ padding the work differs. Both freeze the backbone's norms, as transformers does
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -83,13 +83,14 @@ def shapes(size: str) -> list[Shape]:
     return [*alone, shape(CANVAS, 2, PASSES[1]), shape(CANVAS, 2, PASSES[1], PADDED[0])]
 
 
-def cases(options: Options) -> list[Case]:
+def cases(options: Options, build: Callable[..., Work] | None = None) -> list[Case]:
+    """The cases of a size; ``build`` makes a case's work from a model's name, a shape and the options, like :func:`make_work`."""
     missing = "" if "transformers" in options.peers else "transformers is not installed"
     return [
         Case(
             name=f"{model}{shape.name.removeprefix(shape.model)}",
             about={"model": model, "image": shape.image, "images": shape.batch, "padded": shape.padded, "pass": shape.passes},
-            build=partial(make_work, model, shape, options),
+            build=partial(build or make_work, model, shape, options),
             left_out=missing,
         )
         for model in SIZES

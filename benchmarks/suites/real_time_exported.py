@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from benchmarks.harness import Case, Work
 from benchmarks.models import Model
-from benchmarks.suites import Options
+from benchmarks.suites import Options, real_time
 from benchmarks.suites.model import PASSES, Shape, make_inputs
-from benchmarks.suites.real_time import PLANS, SIZES, make_contender, our_model, shapes, their_model  # noqa: F401
+from benchmarks.suites.real_time import make_contender, our_model, their_model
 from cpvt_det.common.structures import PaddedBatch, Predictions
 from cpvt_det.export.program import OPSET, Canvas, ExportModule, prepare, trace, write_program
 
 TITLE = "RT-DETRv2 and D-FINE beside transformers, exported"
+PLANS = real_time.PLANS
 
 
 class LastLayer:
@@ -47,19 +48,9 @@ class Answers(nn.Module):
 
 
 def cases(options: Options) -> list[Case]:
-    missing = "" if "transformers" in options.peers else "transformers is not installed"
-    models = ["D-FINE-N"] if options.size == "quick" else list(SIZES)
-    return [
-        Case(
-            name=f"{model}{shape.name.removeprefix(shape.model)}",
-            about={"model": model, "image": shape.image, "images": shape.batch, "padded": shape.padded, "pass": shape.passes},
-            build=partial(make_work, model, shape, options),
-            left_out=missing,
-        )
-        for model in models
-        for shape in shapes(options.size)
-        if shape.passes == PASSES[0]
-    ]
+    """Inference; ``quick`` has the smallest model alone, because tracing takes half a minute."""
+    inference = [case for case in real_time.cases(options, make_work) if case.about["pass"] == PASSES[0]]
+    return [case for case in inference if options.size != "quick" or case.about["model"] == "D-FINE-N"]
 
 
 def make_work(model: str, shape: Shape, options: Options) -> Work:

@@ -54,7 +54,12 @@ CALIBRATION, FEWEST = 100, 8  # number of images to measure the ranges of activa
     help="Sampling operator of deformable attention.",
 )
 @click.option(
-    "--no-mask", "masked", is_flag=True, flag_value=False, default=True, help="No padding mask: images fill the canvas, stretched."
+    "--no-mask",
+    "masked",
+    is_flag=True,
+    flag_value=False,
+    default=True,
+    help="No padding mask; predict and eval stretch images to the canvas.",
 )
 @click.option("--half", is_flag=True, help="Compute matrix products and convolutions in float16; OpenVINO: weights in float16.")
 @click.option("--int8", is_flag=True, help="Compute convolutions and linear layers in int8, calibrated on training images.")
@@ -84,10 +89,10 @@ def export(
 ) -> None:
     """Convert WEIGHTS, a checkpoint of a run, to a program that runs without this package; predict and eval take it too.
 
-    The program takes pixels and a padding mask and returns boxes, scores and labels, or for a classifier the scores of the classes.
-    It is compared with the model on three batches whose sizes differ from that of the traced batch. FILE is written only if no box
-    and no score differs by more than 1e-4 (with --half, 2e-2). With --int8 or --max-loss, the model and the program are also
-    evaluated on the test data. KEY VALUE pairs override the config.
+    The program takes pixels and, unless --no-mask is given, a padding mask. It returns boxes, scores and labels, or for a
+    classifier the scores of the classes. It is compared with the model on three batches whose sizes differ from that of the traced
+    batch. FILE is written only if no box and no score differs by more than 1e-4 (with --half, 2e-2). With --int8 or --max-loss, the
+    model and the program are also evaluated on the test data. KEY VALUE pairs override the config.
 
     \b
     Example:

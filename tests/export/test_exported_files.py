@@ -235,6 +235,14 @@ def test_a_program_of_one_shape_takes_batches_of_others():
     assert len(free(batch.images, batch.padding_mask)[0]) == 3 and calls == [(3, 3, 8, 16)]
 
 
+@pytest.mark.parametrize("inputs", [INPUTS, INPUTS[:1]])
+def test_int8_is_calibrated_with_the_inputs_of_the_program(inputs):
+    facts = {"stride": 8, "fixed": {"height": 16, "width": 24}, "inputs": inputs}
+    (feed,) = quantize._feeds([torch.full((3, 8, 20), 7)], facts)
+    assert tuple(feed) == inputs and feed["images"].shape == (1, 3, 16, 24)
+    assert (feed["images"] == 7).all() == (inputs == INPUTS[:1])  # stretched, or with zeros around
+
+
 def test_a_program_of_a_classifier_gives_scores():
     model, _ = program(lambda images, mask: torch.tensor([[0.25, 0.75]]).expand(len(images), -1))
     assert [scores.tolist() for scores in classify(model, [{"image": torch.zeros(3, 8, 8)}] * 2)] == [[0.25, 0.75]] * 2

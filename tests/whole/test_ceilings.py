@@ -14,10 +14,10 @@ from cpvt_det.cli import main
 
 PACKAGE = ROOT / "cpvt_det"
 CEILINGS = {
-    "code lines": 21_245,
+    "code lines": 21_258,
     "code lines of data/": 3_655,
     "files": 230,
-    "functions": 1_944,
+    "functions": 1_946,
     "rooms": 22,
     "arrows between rooms": 100,
     "keys of the config": 129,

@@ -3,6 +3,7 @@
 
 import logging
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
     from cpvt_det.common.structures import Detections
     from cpvt_det.data.loader import SampleLoader
     from cpvt_det.data.mapper import Sample
+    from cpvt_det.evaluation.answers import PostProcessor
     from cpvt_det.evaluation.coco import CocoEvaluator
+    from cpvt_det.evaluation.tiles import Tiling
     from cpvt_det.solver.step import TrainingModel
 
 logger = logging.getLogger("cpvt_det")
@@ -104,17 +107,26 @@ class DetectionTask(Task):
         figures = flatten(evaluator.evaluate())
         return {name: figures[name] for name in (self.main_figure, f"{self.main_figure}50") if name in figures}
 
+    @cached_property
+    def postprocessor(self) -> "PostProcessor":
+        """The step that turns predictions into detections."""
+        return builders.build_postprocessor(self.cfg)
+
+    @cached_property
+    def tiling(self) -> "Tiling | None":
+        """The rule for cutting images into tiles; ``None`` if they are not cut."""
+        return builders.build_tiling(self.cfg)
+
     def infer(self, detector: "nn.Module", samples: "Sequence[Sample]") -> "list[Detections]":
         from cpvt_det.common import distributed
         from cpvt_det.evaluation.answers import detect
         from cpvt_det.evaluation.tiles import detect_tiles
 
-        postprocess, tiling = builders.build_postprocessor(self.cfg), builders.build_tiling(self.cfg)
-        if tiling is None:
-            return detect(detector, postprocess, samples)
+        if self.tiling is None:
+            return detect(detector, self.postprocessor, samples)
         share = max(1, self.cfg.TEST.IMS_PER_BATCH // distributed.world_size())
         prepare = builders.build_test_mapper(self.cfg).prepare
-        return detect_tiles(detector, postprocess, samples, prepare, tiling, share)
+        return detect_tiles(detector, self.postprocessor, samples, prepare, self.tiling, share)
 
     def format_results(self, results: Results) -> str:
         from cpvt_det.evaluation.coco import format_table
