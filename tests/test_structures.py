@@ -201,13 +201,22 @@ def test_copies_come_last_with_the_score_0_and_keep_their_queries():
     logits = torch.full((1, 1, 4, 2), -9.0)
     logits[0, 0, [0, 1, 2, 3], [0, 0, 0, 1]] = torch.tensor([1.0, 2.0, 0.0, 0.5])
     predictions = Predictions(logits, boxes)
-    post = PostProcessor(FocalClassification(2), 4, 0.7)
+    post = PostProcessor(FocalClassification(2), 8, 0.7)
     found, scores, labels, queries = post.rank(predictions)
-    assert queries.tolist() == [[1, 3, 2, 0]] and labels.tolist() == [[0, 1, 0, 0]]
-    assert scores.tolist() == [pytest.approx([*torch.tensor([2.0, 0.5, 0.0]).sigmoid().tolist(), 0.0])]
+    assert queries[0, :4].tolist() == [1, 3, 2, 2] and labels[0, :4].tolist() == [0, 1, 0, 1]
+    assert sorted(zip(queries[0, 4:].tolist(), labels[0, 4:].tolist(), strict=True)) == [(0, 0), (0, 1), (1, 1), (3, 0)]
+    assert scores.tolist() == [pytest.approx([*torch.tensor([2.0, 0.5, 0.0, -9.0]).sigmoid().tolist(), 0, 0, 0, 0])]
     assert torch.equal(found, cxcywh_to_xyxy(boxes[0][:, queries[0]]))
     assert all(torch.equal(*parts) for parts in zip(post.decode(predictions), (found, scores, labels), strict=True))
     assert PostProcessor(FocalClassification(2), 4).rank(predictions)[3].tolist() == [[1, 0, 3, 2]]
+
+
+def test_copies_take_no_place_from_other_detections():
+    """Of two detections, the second is a copy of the first, so that the third comes in its place."""
+    boxes = torch.tensor([[0.5, 0.5, 0.4, 0.4], [0.5, 0.5, 0.4, 0.41], [0.1, 0.1, 0.1, 0.1]])[None, None]
+    logits = torch.tensor([3.0, 2.0, 1.0])[None, None, :, None]
+    scores, queries = PostProcessor(FocalClassification(1), 2, 0.7).rank(Predictions(logits, boxes))[1::2]
+    assert queries.tolist() == [[0, 2]] and (scores > 0.5).all()
 
 
 @pytest.mark.parametrize("nms", [0.0, -0.5, 1.5, float("nan")])

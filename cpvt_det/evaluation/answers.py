@@ -12,9 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from cpvt_det.common.boxes import cxcywh_to_xyxy, intersection_over_union
-from cpvt_det.common.exporting import in_steps
+from cpvt_det.common.exporting import in_steps, is_exporting
 from cpvt_det.common.structures import ClassLogits, Detections, Predictions, Size
 from cpvt_det.losses.classification import Classification
+
+CANDIDATES = 2
+"""Detections that NMS looks at, per detection to return: the copies that it drops would otherwise take the places of others."""
 
 
 class PostProcessor:
@@ -24,7 +27,7 @@ class PostProcessor:
         classification: the classification that the model was trained with.
         max_detections: largest number of detections per image.
         nms: if two detections of a class have an intersection over union above this threshold, the detection with the lower score
-            gets the score 0. A threshold of 1 turns NMS off.
+            gets the score 0 and comes last. A threshold of 1 turns NMS off.
 
     Attributes:
         outputs: names of the outputs of :meth:`decode`, for exported programs.
@@ -74,11 +77,13 @@ class PostProcessor:
 
     def rank(self, predictions: Predictions) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The result of :meth:`decode`, and the index of each detection's query, (B, n) int64."""
-        scores, labels, queries = self.classification.decode(predictions.logits[-1], self.max_detections)
+        count = self.max_detections if self.nms == 1 else CANDIDATES * self.max_detections
+        scores, labels, queries = self.classification.decode(predictions.logits[-1], count)
         boxes = predictions.boxes[-1].gather(1, queries[..., None].expand(-1, -1, 4))
         boxes = cxcywh_to_xyxy(boxes).clamp(0, 1)
         if self.nms < 1:
-            scores, order = without_copies(boxes, scores, labels, self.nms).topk(scores.shape[1])
+            kept = without_copies(boxes, scores, labels, self.nms)
+            scores, order = kept.topk(min(self.max_detections, kept.shape[1]))
             boxes = boxes.gather(1, order[..., None].expand(-1, -1, 4))
             labels, queries = labels.gather(1, order), queries.gather(1, order)
         return boxes, scores, labels, queries
@@ -88,8 +93,9 @@ def without_copies(boxes_xyxy: Tensor, scores: Tensor, labels: Tensor, threshold
     """Scores of detections. A score becomes 0 if the detection's intersection over union with a better detection of the same
     class is above a threshold.
 
-    A box whose score was set to 0 suppresses no other box. The loop takes n steps, also in exported programs. This is affordable
-    because n is small here.
+    A box whose score was set to 0 suppresses no other box. Which boxes are kept is computed for all boxes at once, from an estimate
+    that is repeated until it stays the same: after k repetitions the best k boxes are right, and usually many more. An exported
+    program goes from box to box instead. torchvision's ``batched_nms`` shifts the boxes of each class, which rounds them.
 
     Args:
         boxes_xyxy: (B, n, 4) float, in any unit.
@@ -103,11 +109,16 @@ def without_copies(boxes_xyxy: Tensor, scores: Tensor, labels: Tensor, threshold
     overlap = intersection_over_union(boxes_xyxy[:, :, None], boxes_xyxy[:, None])
     ranks = torch.arange(scores.shape[1], device=scores.device)
     stands_for = (overlap > threshold) & (labels[:, :, None] == labels[:, None]) & (ranks[:, None] < ranks)  # (B, better, n)
+    kept = torch.ones_like(scores, dtype=torch.bool)
+    if not is_exporting():
+        while not torch.equal(kept, found := ~(stands_for & kept[:, :, None]).any(1)):
+            kept = found
+        return scores * kept
 
     def leave_out(rank: Tensor, kept: Tensor, stands_for: Tensor) -> tuple[Tensor, Tensor]:
         return kept & ~(stands_for.index_select(1, rank)[:, 0] & kept.index_select(1, rank)), stands_for
 
-    return scores * in_steps(leave_out, (torch.ones_like(scores, dtype=torch.bool), stands_for), scores.shape[1])[0]
+    return scores * in_steps(leave_out, (kept, stands_for), scores.shape[1])[0]
 
 
 class ClassScores:
