@@ -62,7 +62,7 @@ TIMED_IMAGES = 40
 TIMED = 20  # steps after which the length of the run is estimated, for the moving average
 WORDS = "MODEL.BACKBONE.NAME timm/tf_efficientnet_lite0 MODEL.BACKBONE.WEIGHTS pip MODEL.BACKBONE.NORM FrozenBN"
 WORDS += " MODEL.BACKBONE.FREEZE_AT 5 MODEL.BACKBONE.STAGES (3,4,5) INPUT.RESIZE_CROP.ENABLED False DATALOADER.NUM_WORKERS 0"
-WORDS += " INPUT.MIN_SIZE_TRAIN (192,208,224,240,256) INPUT.MAX_SIZE_TRAIN 480 INPUT.MIN_SIZE_TEST 224 INPUT.MAX_SIZE_TEST 416"
+WORDS += " INPUT.MIN_SIZE_TRAIN (192,208,224,240,256) INPUT.MAX_SIZE_TRAIN 480 INPUT.MIN_SIZE_TEST 240 INPUT.MAX_SIZE_TEST 448"
 WORDS += " SOLVER.IMS_PER_BATCH 2 TEST.IMS_PER_BATCH 8"
 
 
@@ -236,6 +236,7 @@ def main(
         backbone = builders.build_backbone(cfg)
         load_backbone_weights(backbone, cfg.MODEL.BACKBONE.WEIGHTS, cfg.MODEL.BACKBONE.NAME)
         model = build_peer(backbone, cfg.MODEL.NUM_CLASSES)
+        found["test_size"] = cfg.INPUT.MIN_SIZE_TEST
         start = time.perf_counter()
         found |= train(model, task, task.training_records(train_sets), tests[0], seconds, rate, seed)
         found |= {"wall_seconds": round(time.perf_counter() - start, 1), "cpu_seconds": round(time.process_time(), 1)}

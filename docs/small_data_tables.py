@@ -156,12 +156,13 @@ def peers() -> list[Row]:
     for path in sorted(PEERS.glob("*.json")):
         record = json.loads(path.read_text(encoding="utf-8"))
         instructions = record["machine"]["instruction_set"]
-        found[_title(record), record["budget"], instructions, _detector(record)].append(record)
+        size = record["chosen"]["INPUT"]["MIN_SIZE_TEST"] if "chosen" in record else record.get("test_size", 224)
+        found[_title(record), record["budget"], instructions, str(size), _detector(record)].append(record)
     rows = []
     for key, runs in sorted(found.items()):
         seconds = f"{statistics.mean(run['cpu_seconds'] for run in runs):,.0f}"
         rows.append([*key, seconds, _steps(runs), _mean(runs, "AP"), _mean(runs, "AP50"), str(len(runs))])
-    return _table(["data", "budget", "instructions", "detector", "CPU s", "steps", "AP", "AP50", "runs"], rows)
+    return _table(["data", "budget", "instructions", "test size", "detector", "CPU s", "steps", "AP", "AP50", "runs"], rows)
 
 
 def _detector(record: Record) -> str:

@@ -102,7 +102,8 @@ def choose_settings(
         start = None
     if start is not None:
         names, numbers = datasets[0].classes.names, dict(_typed_values(typed, overrides[::2]))
-        least = min(LEAST_CANVAS, start.cfg.INPUT.MIN_SIZE_TEST)
+        sizes = sorted(start.cfg.INPUT.MIN_SIZE_TRAIN) or [start.cfg.INPUT.MIN_SIZE_TEST]
+        least = min(LEAST_CANVAS, sizes[len(sizes) // 2])
         plan = replace(first_plan(data, machine, least), tunes=True, freeze_at=FROZEN[machine.device])
         for line in describe_classes(start, names):
             tell(line)

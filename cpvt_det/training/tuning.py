@@ -27,9 +27,11 @@ from cpvt_det.training import recipe
 from cpvt_det.training.recipe import Choice, DataFacts, MachineFacts, Plan
 
 BASE_LR, BACKBONE_LR, NEW_HEAD = 1e-4, 1e-5, 10.0
+STARTER_RATE = 1.5
+"""Learning rates with the starter, over those of its training: the best of 0.7, 1, 1.5 and 2.5 on fish (docs/small_data.md)."""
 LEAST_CANVAS = 384
-"""Smallest canvas for a trained detector, as a short side in pixels; if the weights have a smaller test size, that size takes its
-place."""
+"""Smallest canvas for a trained detector, as a short side in pixels; if the weights were trained with smaller sizes, the middle of
+those takes its place."""
 FROZEN = {"cpu": 3, "cuda": 2}
 """Device -> the last frozen stage of the backbone if there are enough steps to train the later stages."""
 BEST = {"cuda": "dino_r50"}
@@ -175,8 +177,9 @@ def tuning_choices(
     if start.is_ours:
         solver = start.cfg.SOLVER
         root = math.sqrt(plan.batch / solver.IMS_PER_BATCH)
-        rates = [float(f"{root * rate:.3g}") for rate in (solver.BASE_LR, solver.BACKBONE_LR)]
-        why = "those of the starting weights, scaled with the square root of the batch size: docs/train.md"
+        faster = STARTER_RATE if start.word == STARTER else 1.0
+        rates = [float(f"{faster * root * rate:.3g}") for rate in (solver.BASE_LR, solver.BACKBONE_LR)]
+        why = f"{faster:g} times those of the starting weights, scaled with the square root of the batch size: docs/train.md"
     keeps_heads = start.is_ours or all(name in start.class_names for name in names)
     few = "; head and decoder learn in few steps" if plan.freeze_at == 5 else ""
     is_frozen = start.cfg.MODEL.BACKBONE.NAME.startswith(("resnet", "timm/"))

@@ -142,8 +142,9 @@ def test_small_objects_get_the_fine_map_and_many_objects_more_queries():
 
 def test_sizes_are_around_the_canvas_and_rates_follow_the_batch():
     two, four = chosen(Plan(256, 2)), chosen(Plan(256, 4))
-    assert two["INPUT.MIN_SIZE_TRAIN"] == [224, 240, 256, 272, 288] and two["INPUT.MIN_SIZE_TEST"] == 256
-    assert two["INPUT.MAX_SIZE_TEST"] == 480 and chosen(Plan(256, 2), replace(FISH, elongation=9.0))["INPUT.MAX_SIZE_TEST"] == 512
+    assert two["INPUT.MIN_SIZE_TRAIN"] == [224, 240, 256, 272, 288] and two["INPUT.MIN_SIZE_TEST"] == 272
+    assert two["INPUT.MAX_SIZE_TEST"] == 512 and chosen(Plan(256, 2), replace(FISH, elongation=9.0))["INPUT.MAX_SIZE_TEST"] == 544
+    assert chosen(Plan(256, 2, typed_canvas=True))["INPUT.MIN_SIZE_TEST"] == 256
     assert (four["SOLVER.BASE_LR"], four["SOLVER.BACKBONE_LR"]) == (1e-3, 1e-4)
     assert two["SOLVER.BASE_LR"] == pytest.approx(1e-3 / 2**0.5, rel=1e-3)
 
@@ -172,9 +173,9 @@ def test_the_length_fills_the_budget():
     assert steps_in(1800, Pace(0.2, 0.1), FISH) == pytest.approx((0.95 * 1800 - 12.7) / 0.2)
 
 
-def test_evaluations_take_a_tenth_of_the_budget_at_most_beside_the_last():
-    """A budget of 600 s has room for two of 25.4 s more than the last."""
-    choices = {choice.key: choice for choice in length_choices(Plan(256, 2), FISH, Pace(0.5, 0.2), 600)}
+def test_evaluations_take_a_twentieth_of_the_budget_at_most_beside_the_last():
+    """A budget of 1,200 s has room for two of 25.4 s more than the last."""
+    choices = {choice.key: choice for choice in length_choices(Plan(256, 2), FISH, Pace(0.5, 0.2), 1200)}
     assert choices["TEST.EVAL_EPOCHS"].value == pytest.approx(choices["SOLVER.EPOCHS"].value / 3, rel=0.01)
 
 
@@ -282,7 +283,7 @@ def test_it_measures_again_only_where_the_plan_changed(paces):
     measured, seen = paces
     measured += [Pace(1.0, 0.01), Pace(0.5, 0.01), Pace(0.1, 0.1)]
     choose_settings([], [], [Data(400), Data(80)], replace(LAPTOP, pretrained=False), 2000)
-    assert [cfg.INPUT.MIN_SIZE_TEST for cfg in seen] == [384, 224] and len(measured) == 1
+    assert [cfg.INPUT.MIN_SIZE_TEST for cfg in seen] == [416, 240] and len(measured) == 1
     assert seen[1].MODEL.BACKBONE.NAME == "resnet10" and seen[1].MODEL.BACKBONE.WEIGHTS == ""
 
 

@@ -148,7 +148,7 @@ def test_a_run_on_a_cpu_starts_from_the_detector_in_the_package(train, monkeypat
         done, chosen = train(*words, "OUTPUT_DIR", "output/mine")
         assert done.exit_code == 0 and "start: starter_lite0 (SHA-256 " in done.output, done.output
         assert chosen["MODEL"]["WEIGHTS"] == STARTER and chosen["MODEL"]["BACKBONE"]["NAME"] == "timm/tf_efficientnet_lite0"
-        assert chosen["MODEL"]["DETR"]["NUM_OBJECT_QUERIES"] == 50 and chosen["SOLVER"]["BASE_LR"] == 7.07e-4
+        assert chosen["MODEL"]["DETR"]["NUM_OBJECT_QUERIES"] == 50 and chosen["SOLVER"]["BASE_LR"] == 1.06e-3
     for words in (("--start", "none"), ("MODEL.POSITION.NAME", "peg")):
         done, chosen = train(*words, "OUTPUT_DIR", "output/mine")
         assert done.exit_code == 0 and "start:" not in done.output and not chosen["MODEL"].get("WEIGHTS")
