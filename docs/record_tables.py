@@ -104,27 +104,22 @@ def duplicates(runs: Sequence[dict[str, Any]]) -> str:
 
 def mechanisms() -> list[Row]:
     """The arms of the study by AP at the end; means over the seeds that have a record."""
-    head = ["arm", "iterations", "AP at half of the CPU time", "AP at its end", "by seed", "duplicates, % of detections above 0.4"]
-    rows = [[*head, "CPU s by seed"]]
+    head = ["arm", "iterations", "AP at half of the CPU time", "AP at its end", "by seed"]
+    rows = [[*head, "duplicates, % of detections above 0.4"]]
     folders = (ROOT / "studies" / "mechanisms" / "results" / "mechanisms").iterdir()
     arms = {folder.name: read_runs("mechanisms", "mechanisms", folder.name) for folder in folders}
     for name in sorted(arms, key=lambda name: statistics.mean(run["AP"] for run in arms[name]), reverse=True):
         runs = arms[name]
-        rows.append([f"`{name}`", f"{runs[0]['iterations']:,}", *by_seed(runs), duplicates(runs), seconds_by_seed(runs)])
+        rows.append([f"`{name}`", f"{runs[0]['iterations']:,}", *by_seed(runs), duplicates(runs)])
     return rows
-
-
-def seconds_by_seed(runs: Sequence[dict[str, Any]]) -> str:
-    """CPU seconds of each run; those on a processor without AVX-512 are marked."""
-    return ", ".join(f"{run['cpu_seconds']:.0f}{'†' * (run['instruction_set'] == 'AVX2')}" for run in runs)
 
 
 def blood_cells() -> list[Row]:
     """The arms of the study on blood cells; means over the seeds that have a record."""
-    rows = [["arm", "iterations", "AP at half of the CPU time", "AP at its end", "by seed", "AP50", "CPU s by seed"]]
+    rows = [["arm", "iterations", "AP at half of the CPU time", "AP at its end", "by seed", "AP50"]]
     for name in ("before", "together", "small", "small together"):
         runs = read_runs("bccd", "tutorial", name)
-        rows.append([f"`{name}`", f"{runs[0]['iterations']:,}", *by_seed(runs), mean_of(runs, "AP50"), seconds_by_seed(runs)])
+        rows.append([f"`{name}`", f"{runs[0]['iterations']:,}", *by_seed(runs), mean_of(runs, "AP50")])
     return rows
 
 

@@ -156,28 +156,17 @@ class RunState:
         for change in changed_keys(state["config"], self.config):
             logger.warning("The config of the resumed run has changed: %s", change)
             if change.startswith("SOLVER.IMS_PER_BATCH "):
-                logger.warning(
-                    "A run counts iterations, not images: with a different SOLVER.IMS_PER_BATCH it continues at the same "
-                    "iteration, but sees different images, more or fewer per iteration, and trains for a different number of "
-                    "epochs in all. SOLVER.ACCUMULATE saves memory without these effects"
-                )
+                changes = "its images and the number of epochs change; SOLVER.ACCUMULATE saves memory without that"
+                logger.warning("A run counts iterations, not images: with a different SOLVER.IMS_PER_BATCH %s", changes)
         before = state.get("data", self.data)  # older checkpoints do not contain it
         if before != self.data:
-            logger.warning(
-                "The training data of the resumed run has changed: %d images before, %d now; its result will differ from that of "
-                "an uninterrupted run",
-                before["images"],
-                self.data["images"],
-            )
+            told = "The training data of the resumed run has changed: %d images before, %d now; so will its result"
+            logger.warning(told, before["images"], self.data["images"])
         before, now = state.get("processes"), distributed.world_size()
         if before not in (None, now):
-            logger.warning(
-                "The run to resume used %d process(es), and there are now %d: batches and their order stay the same, but sums are "
-                "computed in a different order, dropout and denoising draw different random numbers, and BN (unlike SyncBN) sees "
-                "only the images of its own process",
-                before,
-                now,
-            )
+            changes = "dropout, denoising, the statistics of BN and the rounding of sums change"
+            told = "The run to resume used %d process(es), and there are now %d: batches and their order stay the same, but %s"
+            logger.warning(told, before, now, changes)
         self.seed, self.run_id = state["seed"], run_id_of({"cpvt_det": state})
         self.best.load_state_dict(state)
         self.thresholds = state.get("thresholds") and Thresholds.from_state_dict(state["thresholds"], len(names))
@@ -346,12 +335,7 @@ class RunCheckpointer(Checkpointer):
         node, now = best["cpvt_det"], state.best
         if not now.compares_with(node):
             before = f"{node.get('best_figure', now.name)} on {node.get('best_test', now.test)}"
-            logger.warning(
-                "The best checkpoint so far was selected by %s, but this run selects by %s on %s (TEST.BEST_FIGURE, "
-                "DATASETS.TEST), so the next evaluation will replace it",
-                before,
-                now.name,
-                now.test,
-            )
+            told = "The best checkpoint so far was selected by %s, but this run selects by %s on %s, and will replace it"
+            logger.warning(told, before, now.name, now.test)
             return None, -1
         return node["best"], node.get("best_iteration", best["iteration"])

@@ -201,9 +201,8 @@ CASES = [
     Case(
         "--resume with a smaller batch",
         after_run(nothing, "--resume", SOLVER__MAX_ITER=3, SOLVER__IMS_PER_BATCH=1),
-        "SOLVER.IMS_PER_BATCH was 2, is 1...A run counts iterations, not images: with a different SOLVER.IMS_PER_BATCH it "
-        "continues at the same iteration, but sees different images, more or fewer per iteration, and trains for a different "
-        "number of epochs in all",
+        "SOLVER.IMS_PER_BATCH was 2, is 1...A run counts iterations, not images: with a different SOLVER.IMS_PER_BATCH its "
+        "images and the number of epochs change",
         0,
         guard=Cut("checkpoint/checkpointer.py", 'if change.startswith("SOLVER.IMS_PER_BATCH "):', "if False:"),
     ),

@@ -92,8 +92,7 @@ CASES = [
     Case(
         "--resume with another number of processes",
         after_run(shrunk, "--resume"),
-        "The run to resume used 4 process(es), and there are now 1: batches and their order stay the same, but sums are computed "
-        "in ",
+        "The run to resume used 4 process(es), and there are now 1: batches and their order stay the same, but dropout",
         0,
         guard=Cut("checkpoint/checkpointer.py", "if before not in (None, now):", "if False:"),
     ),

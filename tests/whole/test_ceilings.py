@@ -14,7 +14,7 @@ from cpvt_det.cli import main
 
 PACKAGE = ROOT / "cpvt_det"
 CEILINGS = {
-    "code lines": 21_258,
+    "code lines": 21_256,
     "code lines of data/": 3_655,
     "files": 230,
     "functions": 1_946,
