@@ -82,8 +82,8 @@ class PostProcessor:
         boxes = predictions.boxes[-1].gather(1, queries[..., None].expand(-1, -1, 4))
         boxes = cxcywh_to_xyxy(boxes).clamp(0, 1)
         if self.nms < 1:
-            kept = without_copies(boxes, scores, labels, self.nms)
-            scores, order = kept.topk(min(self.max_detections, kept.shape[1]))
+            scores = without_copies(boxes, scores, labels, self.nms)
+            scores, order = scores.topk(min(self.max_detections, scores.shape[1]))
             boxes = boxes.gather(1, order[..., None].expand(-1, -1, 4))
             labels, queries = labels.gather(1, order), queries.gather(1, order)
         return boxes, scores, labels, queries

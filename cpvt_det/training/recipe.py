@@ -19,7 +19,7 @@ from cpvt_det.data.records import ImageRecord
 CANVASES = (128, 160, 192, 224, 256, 320, 384, 448, 512, 640)
 """Sizes to choose from: the middle of the short sides of training images, in pixels."""
 LARGER_TEST = 1.07
-"""The short side of test images, over the canvas. On five runs on fish, this alone raised AP50 by 2 to 4: docs/small_data.md."""
+"""The short side of test images, over the canvas. In three models of fish this alone raised AP50 by 2 to 4: docs/small_data.md."""
 SMALLEST_CANVAS = 224
 """Smallest canvas for photographs, whatever the size of their objects; it is the size at which the backbone was trained. Smaller
 images are not enlarged to it."""
@@ -298,14 +298,14 @@ def input_choices(plan: Plan, data: DataFacts, machine: MachineFacts) -> list[Ch
     """The sizes of images, where training sizes lie around the canvas, and the number of processes that load them."""
     sizes = [8 * round(plan.canvas * factor / 8) for factor in (0.875, 0.9375, 1.0, 1.0625, 1.125)]
     test = plan.canvas if plan.typed_canvas else 16 * round(LARGER_TEST * plan.canvas / 16)
-    longest = [32 * math.ceil(side * min(data.elongation, 2.0) / 32) for side in (max(sizes), test)]
+    longest, longest_test = (32 * math.ceil(side * min(data.elongation, 2.0) / 32) for side in (max(sizes), test))
     why = f"there is time for more than {MOST_EPOCHS} epochs, over which AP falls without it"
     return [
         *([Choice("INPUT.AUGMENTATIONS", ["RandomPhotometricDistort"], why)] if plan.many_epochs else []),
-        Choice("INPUT.MIN_SIZE_TRAIN", sizes, plan.why_canvas),
-        Choice("INPUT.MAX_SIZE_TRAIN", longest[0]),
-        Choice("INPUT.MIN_SIZE_TEST", test, "" if plan.typed_canvas else "a little larger than in training, which finds more"),
-        Choice("INPUT.MAX_SIZE_TEST", longest[1]),
+        Choice("INPUT.MIN_SIZE_TRAIN", sizes, "around the test size" if plan.typed_canvas else plan.why_canvas),
+        Choice("INPUT.MAX_SIZE_TRAIN", longest),
+        Choice("INPUT.MIN_SIZE_TEST", test, "a little larger than in training, which finds more"),
+        Choice("INPUT.MAX_SIZE_TEST", longest_test),
         Choice("INPUT.RESIZE_CROP.ENABLED", False),
         Choice("DATALOADER.NUM_WORKERS", 0 if machine.cores <= 2 else min(8, machine.cores // (2 * machine.processes))),
     ]

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tiny import save_random
 
 from cpvt_det import builders
 from cpvt_det.common.class_names import Classes
@@ -36,6 +37,7 @@ from cpvt_det.training.recipe import (
     threads_choices,
 )
 from cpvt_det.training.setup import setup_run, stop_log
+from cpvt_det.training.tuning import open_start
 
 FISH = DataFacts(images=448, val_images=127, most_objects=56, sides=(0.04, 0.0624), short_side=768, elongation=1.78)
 CELLS = DataFacts(images=205, val_images=87, most_objects=28, sides=(0.17, 0.197), short_side=480, elongation=1.33)
@@ -285,6 +287,19 @@ def test_it_measures_again_only_where_the_plan_changed(paces):
     choose_settings([], [], [Data(400), Data(80)], replace(LAPTOP, pretrained=False), 2000)
     assert [cfg.INPUT.MIN_SIZE_TEST for cfg in seen] == [416, 240] and len(measured) == 1
     assert seen[1].MODEL.BACKBONE.NAME == "resnet10" and seen[1].MODEL.BACKBONE.WEIGHTS == ""
+
+
+def test_a_start_sets_the_canvas_by_its_sizes_in_training(paces, tmp_path):
+    """Its larger test size would make the canvas grow from run to run. A typed test size is the middle of the training sizes."""
+    measured, _ = paces
+    sizes = {"INPUT__MIN_SIZE_TRAIN": (256, 192, 224), "INPUT__MIN_SIZE_TEST": 240}
+    start = open_start(str(save_random(tmp_path / "old.pth", **sizes)), print)
+    for words, middle in (([], 224), (["INPUT.MIN_SIZE_TEST", "240"], 240)):
+        measured[:] = 2 * [Pace(0.1, 0.0001)]  # so few steps that the smallest canvas is taken
+        choices = choose_settings([], words, [Data(400), Data(8)], LAPTOP, 60, start=start)
+        by_key = {choice.key: choice for choice in choices}
+        assert sorted(by_key["INPUT.MIN_SIZE_TRAIN"].value)[2] == middle and by_key["INPUT.MIN_SIZE_TEST"].value == 240
+        assert by_key["INPUT.MIN_SIZE_TRAIN"].reason != "from the command line"
 
 
 def test_the_quickest_number_of_threads_is_taken_and_measured_once(paces):
