@@ -95,7 +95,7 @@ def write_record(folder, name, seed, ap, label="", budget="10m", encoding="sine_
     record = {"command": f"python benchmarks/small_data.py {name} FOLDER --budget {budget}", "label": label, "budget": budget}
     record |= {"seed": seed, "cores": 2, "machine": {"cpu": "C", "instruction_set": "AVX2"}, "AP": ap, "AP50": 2 * ap, **more}
     record |= {"iterations": 1000 + round(ap), "seconds": 600, "cpu_seconds": 1000 + seed, "curve": {"10": 2 * ap, "5": ap}}
-    record.setdefault("chosen", {"MODEL": {"POSITION": {"NAME": encoding}}})
+    record.setdefault("chosen", {"MODEL": {"POSITION": {"NAME": encoding}}, "INPUT": {"MIN_SIZE_TEST": 240}})
     (folder / f"{name}_{budget}_{label}_{encoding}_{more.get('images', '')}_{seed}.json").write_text(json.dumps(record))
 
 
@@ -147,11 +147,11 @@ def test_a_peer_stands_below_the_runs_of_its_budget(tmp_path, monkeypatch):
     peer |= {"AP": 15.0, "AP50": 38.0, "seed": 0, "machine": {"instruction_set": "AVX2"}}
     (tmp_path / "peer.json").write_text(json.dumps(peer))
     first, second, longer = tables.peers()[1:]
-    assert first[:4] == ["Aquarium", "10m", "AVX2", "FCOS"] and first[4:] == ["650", "1,240", "15.0", "38.0", "1"]
-    assert second[:4] == ["Aquarium", "10m", "AVX2", "ours, from ImageNet"]
-    assert second[6:] == ["12.0 (10.0 to 14.0)", "24.0 (20.0 to 28.0)", "2"]
-    assert longer[:4] == ["Aquarium", "30m", "AVX2", "ours, from ImageNet"]
-    chosen = {"MODEL": {"POSITION": {"NAME": "sine_offset"}, "WEIGHTS": "starter"}}
+    assert first == ["Aquarium", "10m", "AVX2", "224", "FCOS", "650", "1,240", "15.0", "38.0", "1"]
+    assert second[:5] == ["Aquarium", "10m", "AVX2", "240", "ours, from ImageNet"]
+    assert second[7:] == ["12.0 (10.0 to 14.0)", "24.0 (20.0 to 28.0)", "2"]
+    assert longer[:5] == ["Aquarium", "30m", "AVX2", "240", "ours, from ImageNet"]
+    chosen = {"MODEL": {"POSITION": {"NAME": "sine_offset"}, "WEIGHTS": "starter"}, "INPUT": {"MIN_SIZE_TEST": 240}}
     write_record(tmp_path, "aquarium", 0, 16.0, label="starter", chosen=chosen)
-    assert [row[3] for row in tables.peers()[1:4]] == ["FCOS", "ours, from ImageNet", "ours, from the starter"]
-    assert tables.peers()[3][6:] == ["16.0", "32.0", "1"]
+    assert [row[4] for row in tables.peers()[1:4]] == ["FCOS", "ours, from ImageNet", "ours, from the starter"]
+    assert tables.peers()[3][7:] == ["16.0", "32.0", "1"]
