@@ -5,8 +5,8 @@
 ``cpvt-det shapes datasets/shapes``, then ``python benchmarks/quickstart_time.py``. One step is what a run does between two reads of
 the loader: forward, losses, backward, clipping and the optimiser. Blocks of steps with one thread and with two take turns.
 
-``--beside`` measures it alone and beside one busy process per core instead, with threads that sleep while they wait, as
-``cpvt-det train`` has them, and with threads that spin, each in a process of its own.
+``--beside`` measures it alone and beside one busy process per core instead, each in a process of its own. Threads that wait for
+each other spin briefly before they sleep, as in ``cpvt-det``; or sleep at once; or spin as long as by default.
 """
 
 import json
@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this folder i
 
 from benchmarks.load import check_load
 from cpvt_det.cli import common_options, report_errors
+from cpvt_det.common.memory import SPIN_COUNT
 
 CONFIG = "quickstart/deformable_peg.yaml"
 ROOT = Path(__file__).resolve().parent.parent
@@ -104,13 +105,13 @@ def _spin() -> None:
 
 
 def beside_times(config: str, rounds: int, steps: int) -> dict[str, list[float]]:
-    """Mean time of a step in seconds in each round, alone and beside busy processes, for threads that sleep or spin."""
+    """Mean time of a step in seconds in each round, alone and beside busy processes, for three ways to wait."""
     code = (
         f"from benchmarks.quickstart_time import one_step; run = one_step({config!r}); times = [run() for _ in range({3 + steps})]"
     )
     command = [sys.executable, "-c", f"{code}; print(sum(times[3:]) / {steps})"]
-    spinning = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
-    environments = {"sleep": spinning | {"OMP_WAIT_POLICY": "PASSIVE"}, "spin": spinning}
+    spinning = {key: value for key, value in os.environ.items() if key not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    environments = {"spin briefly": {"GOMP_SPINCOUNT": SPIN_COUNT}, "sleep": {"OMP_WAIT_POLICY": "PASSIVE"}, "spin": {}}
     found: dict[str, list[float]] = {}
     for _ in range(rounds):
         for busy in (0, os.cpu_count() or 1):
@@ -118,7 +119,7 @@ def beside_times(config: str, rounds: int, steps: int) -> dict[str, list[float]]
             for other in others:
                 other.start()
             for policy, environment in environments.items():
-                done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, cwd=ROOT)
+                done = subprocess.run(command, env=spinning | environment, check=True, capture_output=True, text=True, cwd=ROOT)
                 found.setdefault(f"{policy}, {'beside' if busy else 'alone'}", []).append(float(done.stdout.split()[-1]))
             for other in others:
                 other.kill()
@@ -144,7 +145,7 @@ def whole_run(config: str) -> dict[str, float]:
 @click.option("--rounds", type=click.IntRange(min=1), default=9, show_default=True)
 @click.option("--steps", type=click.IntRange(min=1), default=20, show_default=True, help="Steps in a block.")
 @click.option("--whole", is_flag=True, help="Also train and evaluate to the end, with all threads.")
-@click.option("--beside", is_flag=True, help="Measure beside other work instead, for two ways to wait.")
+@click.option("--beside", is_flag=True, help="Measure beside other work instead, for three ways to wait.")
 @click.option("--config-file", "config", default=CONFIG, show_default=True)
 @click.option("--output", type=click.Path(path_type=Path, file_okay=False), help="Folder for a JSON.")
 @click.option("--busy", is_flag=True, help="Measure although the machine has other work; the record shows it.")

@@ -15,7 +15,7 @@ import click
 
 import cpvt_det
 from cpvt_det.common.errors import BadInputError, DataFaultsError, InterruptedRun, RunStoppedError, exit_code, first_line
-from cpvt_det.common.memory import quick_imports
+from cpvt_det.common.memory import limit_spinning, quick_imports
 from cpvt_det.common.registry import import_modules
 
 COMMANDS = {
@@ -46,6 +46,7 @@ class LazyGroup(click.Group):
         if name not in COMMANDS:
             return None
         module = name.replace("-", "_")
+        limit_spinning()
         with quick_imports():
             return getattr(importlib.import_module(f"cpvt_det.cli.{module}"), module)
 

@@ -14,7 +14,7 @@ import click
 from cpvt_det.cli import common_options, report_errors
 from cpvt_det.cli.folder import budget_option, choose_run, folder_options, take_folder
 from cpvt_det.common.errors import BadInputError
-from cpvt_det.common.memory import let_waiting_threads_sleep, quick_imports
+from cpvt_det.common.memory import quick_imports
 from cpvt_det.common.registry import import_inherited
 
 if TYPE_CHECKING:
@@ -114,7 +114,6 @@ def train(
       torchrun --nproc-per-node 2 -m cpvt_det train --config-file quickstart/deformable_peg.yaml --num-gpus 0
     """
     folder, overrides = take_folder(config_file, overrides)
-    let_waiting_threads_sleep()
     with quick_imports():
         from cpvt_det.training.launch import launch  # this imports torch, which --help does not need
     if folder is not None:

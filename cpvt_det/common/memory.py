@@ -15,6 +15,7 @@ except ImportError:  # on Windows
     resource = None
 
 
+SPIN_COUNT = "10000"
 GROUPS, STATUS = Path("/sys/fs/cgroup"), Path("/proc/self/status")
 
 
@@ -23,14 +24,16 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def let_waiting_threads_sleep() -> None:
-    """Let OpenMP's threads sleep while they wait for each other, unless the user has set a policy; call it before importing torch.
+def limit_spinning() -> None:
+    """Let GNU OpenMP's threads, which torch has on Linux, sleep after a short wait for each other, unless the user has set
+    ``OMP_WAIT_POLICY`` or ``GOMP_SPINCOUNT``; call it before importing torch.
 
-    By default, the threads spin. If another program keeps a core busy, the system then interrupts a thread in the middle of its
-    work, because the thread has used up its time slice by spinning. This happens thousands of times per step, and each time the
-    other threads have to wait.
+    By default, waiting threads spin, for about 30 times as long. If another program keeps a core busy, the system then interrupts a
+    thread in the middle of its work, because the thread has used up its time slice by spinning. Threads that never spin take half
+    as long again on free cores (``benchmarks/quickstart_time.py --beside``).
     """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
 
 
 def trim_heap() -> None:

@@ -10,6 +10,7 @@ import torch
 from click.testing import CliRunner
 
 from benchmarks import quickstart_time
+from cpvt_det.common.memory import SPIN_COUNT
 
 pytestmark = pytest.mark.usefixtures("quiet_machine")
 
@@ -46,16 +47,18 @@ def test_a_step_trains_and_the_record_has_its_machine(drawn_cfg, tmp_path):
     assert {"commit", "machine", "versions", "command", "busy"} <= record.keys()
 
 
-def test_beside_other_work_both_ways_to_wait_are_measured_in_processes_that_see_them(monkeypatch):
+def test_beside_other_work_all_ways_to_wait_are_measured_in_processes_that_see_them(monkeypatch):
     seen, before = [], set(multiprocessing.active_children())  # of tests before it
 
     def run(command, env, **_):
-        seen.append((env.get("OMP_WAIT_POLICY"), len(set(multiprocessing.active_children()) - before)))
+        seen.append((env.get("GOMP_SPINCOUNT"), env.get("OMP_WAIT_POLICY"), len(set(multiprocessing.active_children()) - before)))
         return subprocess.CompletedProcess(command, 0, stdout=f"a log line\n{len(seen)}.5\n")
 
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    monkeypatch.setenv("GOMP_SPINCOUNT", "1")
     monkeypatch.setattr(quickstart_time.subprocess, "run", run)
     monkeypatch.setattr(quickstart_time.os, "cpu_count", lambda: 1)
     times = quickstart_time.beside_times("any.yaml", rounds=1, steps=2)
-    assert seen == [("PASSIVE", 0), (None, 0), ("PASSIVE", 1), (None, 1)]
-    assert times == {"sleep, alone": [1.5], "spin, alone": [2.5], "sleep, beside": [3.5], "spin, beside": [4.5]}
+    assert seen == [(*way, busy) for busy in (0, 1) for way in ((SPIN_COUNT, None), (None, "PASSIVE"), (None, None))]
+    ways = [f"{way}, {where}" for where in ("alone", "beside") for way in ("spin briefly", "sleep", "spin")]
+    assert times == {way: [number + 0.5] for number, way in enumerate(ways, 1)}

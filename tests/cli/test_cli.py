@@ -2,6 +2,7 @@
 """The command line: help, exit codes, one line an error."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -133,8 +134,10 @@ def test_the_detectron2_runner_without_detectron2_says_what_to_do(monkeypatch):
 
 
 def test_the_tool_and_the_command_are_one_function():
-    source = (ROOT / "tools/train_net.py").read_text()
-    assert "from cpvt_det.cli.train import train" in source
+    tool = subprocess.run([sys.executable, "tools/train_net.py", "--help"], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert tool.stdout.startswith("Usage: train_net.py train")
+    options = [re.findall(r"--[a-z-]+", text) for text in (tool.stdout, call("train", "--help").output)]
+    assert len(options[0]) > 5 and options[0] == options[1]
 
 
 def test_shapes_are_drawn_by_command(tmp_path):

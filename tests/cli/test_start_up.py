@@ -6,14 +6,16 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from tiny import overrides, save_random
 
 from cpvt_det import builders
-from cpvt_det.common.memory import quick_imports
+from cpvt_det.common.memory import SPIN_COUNT, quick_imports
 from cpvt_det.ops import routes
 
+ROOT = Path(__file__).resolve().parents[2]
 RUN = """
 import gc, json, sys
 from cpvt_det.cli import main
@@ -73,20 +75,24 @@ def test_every_builder_is_found_by_name_and_no_other():
         _ = builders.build_house
 
 
-@pytest.mark.parametrize(("typed", "seen"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
-def test_threads_of_a_run_sleep_while_they_wait_unless_the_user_says_otherwise(typed, seen, tmp_path):
-    code = """
+@pytest.mark.parametrize(
+    ("typed", "seen"),
+    [({}, [SPIN_COUNT, None]), ({"OMP_WAIT_POLICY": "ACTIVE"}, [None, "ACTIVE"]), ({"GOMP_SPINCOUNT": "7"}, ["7", None])],
+)
+@pytest.mark.parametrize("command", [["-m", "cpvt_det", "train"], ["-m", "cpvt_det", "analyze"], ["tools/train_net.py"]])
+def test_waiting_threads_spin_briefly_unless_the_user_says_otherwise(command, typed, seen, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        """
 import os, sys
 class Watch:
     def find_spec(self, name, *_):
         if name == "torch":
-            print("at torch's import:", os.environ.get("OMP_WAIT_POLICY"))
+            print("at torch's import:", [os.environ.get(name) for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")])
 sys.meta_path.insert(0, Watch())
-from cpvt_det.cli import main
-main()
 """
-    environment = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
-    environment |= {"OMP_WAIT_POLICY": typed} if typed else {}
-    words = [sys.executable, "-c", code, "train", "--config-file", str(tmp_path / "none.yaml")]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    )
+    environment = {key: value for key, value in os.environ.items() if key not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    environment |= {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", **typed}
+    words = [sys.executable, *command, "--config-file", str(tmp_path / "none.yaml")]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=100, check=False, cwd=ROOT)
     assert done.returncode == 2 and f"at torch's import: {seen}" in done.stdout
