@@ -14,6 +14,7 @@ import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -43,8 +44,14 @@ ENCODINGS = ("sine", "peg")
 Seconds = dict[str, float]
 
 
-def measure(package: Path, repeats: int) -> dict[str, Any]:
-    """Seconds of every case, the best of ``repeats`` after one that does not count, and peak memory, in this process."""
+def measure(package: Path, repeats: int, weights: Path) -> dict[str, Any]:
+    """Seconds of every case, the best of ``repeats`` after one that does not count, and peak memory, in this process.
+
+    Args:
+        package: folder of the package.
+        repeats: number of timed calls.
+        weights: folder with the initial weights of each model; a model without a file there writes its own.
+    """
     import torch
 
     found: Seconds = {}
@@ -52,7 +59,7 @@ def measure(package: Path, repeats: int) -> dict[str, Any]:
     for name, keys in DETECTORS.items():
         for encoding in ENCODINGS:
             torch.manual_seed(0)
-            step, answer = prepare(package, {**keys, "POSITION.NAME": encoding})
+            step, answer = prepare(package, {**keys, "POSITION.NAME": encoding}, weights / f"{name}_{encoding}.pth")
             for padding, sizes in SIZES.items():
                 case = f"{name}, {encoding}, padding {padding}"
                 for what, call in (("inference", answer), ("training", step)):
@@ -63,13 +70,19 @@ def measure(package: Path, repeats: int) -> dict[str, Any]:
     return {"seconds": found, "outcomes": outcomes, "peak_mib": round(peak)}
 
 
-def prepare(package: Path, keys: dict[str, str]) -> tuple[Callable[[Any], float], Callable[[Any], float]]:
+def prepare(
+    package: Path, keys: dict[str, str], weights: Path | None = None
+) -> tuple[Callable[[Any], float], Callable[[Any], float]]:
     """A call that takes a training step, forward and backward, and one that infers; both on images of given sizes."""
     import torch
 
     words = [word for key, value in keys.items() for word in (f"MODEL.{key}", value)]
     cfg = importlib.import_module("cpvt_det.config").load_cfg("", [*words, "MODEL.NUM_CLASSES", "80", "MODEL.DEVICE", "cpu"])
     detector, criterion = find("build_detector", package)(cfg), find("build_criterion", package)(cfg)
+    if weights and weights.is_file():  # from the same seed, other checkouts may draw other weights
+        detector.load_state_dict(torch.load(weights))
+    elif weights:
+        torch.save(detector.state_dict(), weights)
     targets_of = importlib.import_module("cpvt_det.losses.matcher").Targets  # where every CHECKOUT has it
 
     def batch_of(sizes: Any) -> tuple[Any, list[Any]]:
@@ -109,11 +122,11 @@ def timed(call: Callable[[], Any]) -> float:
 @click.option("--repeats", default=2, show_default=True, help="Timed calls of a case in a process; the best one counts.")
 @click.option("--output", type=click.Path(path_type=Path), help="Folder for a JSON and a table.")
 @click.option("--busy", is_flag=True, help="Measure although the machine has other work; the record shows it.")
-@click.option("--worker", is_flag=True, hidden=True)
-def main(checkout: Path, rounds: int, repeats: int, output: Path | None, busy: bool, worker: bool) -> None:
+@click.option("--worker", type=click.Path(path_type=Path), hidden=True, help="Folder of initial weights.")
+def main(checkout: Path, rounds: int, repeats: int, output: Path | None, busy: bool, worker: Path | None) -> None:
     """Compare the speed of this tree's models with that of another CHECKOUT of the package."""
     if worker:
-        print(json.dumps(measure(checkout.resolve() / "cpvt_det", repeats)))
+        print(json.dumps(measure(checkout.resolve() / "cpvt_det", repeats, worker)))
         return
     from benchmarks.load import check_load
     from cpvt_det.cli import report_errors  # here: a worker may have the package of an old CHECKOUT
@@ -121,12 +134,13 @@ def main(checkout: Path, rounds: int, repeats: int, output: Path | None, busy: b
     load_average = report_errors(check_load)(busy)
     trees = {commit_of(root): root for root in (checkout.resolve(), ROOT)}
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in trees}
-    for _ in range(rounds):
-        for name, root in trees.items():
-            environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-            command = [sys.executable, __file__, str(root), "--worker", "--repeats", str(repeats)]
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, cwd=root)
-            runs[name].append(json.loads(done.stdout.splitlines()[-1]))
+    with tempfile.TemporaryDirectory() as weights:
+        for _ in range(rounds):
+            for name, root in trees.items():
+                environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+                command = [sys.executable, __file__, str(root), "--worker", weights, "--repeats", str(repeats)]
+                done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, cwd=root)
+                runs[name].append(json.loads(done.stdout.splitlines()[-1]))
     from benchmarks.records import about_run, write_record
 
     text = table(*runs.items())

@@ -4,6 +4,7 @@ valid tokens.
 
 torch passes float32 matrix products to MKL, and convolutions to oneDNN. On AMD processors, MKL uses only AVX2, whereas oneDNN
 also uses AVX-512 and is about twice as fast. So on such processors, the product of a linear layer is written as a 1x1 convolution.
+If AVX-512 runs in halves, only large products gain.
 """
 
 import math
@@ -25,11 +26,14 @@ from cpvt_det.ops.deformable_attention import ms_deform_attn
 
 SMALL = 1 << 15  # numbers in the input; torch gives convolutions of smaller inputs to a slow kernel of its own
 SMALL_PRODUCT = 1 << 23  # number of multiplications below which a convolution's overhead outweighs the gain
+SMALL_IN_HALVES = 1 << 28  # the same where AVX-512 runs in halves
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``F.linear``: (..., C) float, (C', C) and (C',) to (..., C')."""
-    if not routes.takes("linear", x) or x.numel() < SMALL or x.numel() * len(weight) < SMALL_PRODUCT:
+    if not routes.takes("linear", x) or x.numel() < SMALL:
+        return F.linear(x, weight, bias)
+    if x.numel() * len(weight) < (SMALL_IN_HALVES if routes.instructions() == routes.IN_HALVES else SMALL_PRODUCT):
         return F.linear(x, weight, bias)
     rows = x.reshape(1, -1, 1, x.shape[-1]).permute(0, 3, 1, 2)  # (..., C) -> (1, C, rows, 1), channels last
     out = F.conv2d(rows, weight[:, :, None, None], bias, dilation=2)  # dilated, as in convolution.py

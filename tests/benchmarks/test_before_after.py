@@ -6,6 +6,7 @@ import os
 import subprocess
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from benchmarks import before_after
@@ -51,6 +52,17 @@ def test_the_record_is_of_both_commits_and_a_free_machine(monkeypatch, tmp_path)
     assert "| case" in path.with_suffix(".md").read_text()
     monkeypatch.setattr(os, "getloadavg", lambda: (1.5, 0.0, 0.0))
     assert CliRunner().invoke(before_after.main, words).exit_code == 2
+
+
+def test_both_checkouts_have_the_weights_of_the_first(tmp_path):
+    """They may draw others from the same seed."""
+    keys = {"META_ARCHITECTURE": "CPVTDetr", "BACKBONE.NAME": "resnet10", "BACKBONE.WIDTH": "8", "BACKBONE.STAGES": "(5,)"}
+    keys |= {"DETR.HIDDEN_DIM": "16", "DETR.NHEADS": "2", "DETR.ENC_LAYERS": "1", "DETR.DEC_LAYERS": "1"}
+    answers = []
+    for seed, name in enumerate(("same.pth", "same.pth", "other.pth")):
+        torch.manual_seed(seed)
+        answers.append(before_after.prepare(before_after.ROOT / "cpvt_det", keys, tmp_path / name)[1]([(32, 48)]))
+    assert answers[0] == answers[1] != answers[2]
 
 
 class Done:

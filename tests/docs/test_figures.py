@@ -33,7 +33,7 @@ CLASSIFIERS = ["studies/classifiers"]
 RECORDS = {
     "README.md": [
         "studies/mechanisms/results/pairs",
-        "benchmarks/results/quickstart_time_cpu_avx2.json",
+        "benchmarks/results/quickstart_time_cpu.json",
         "benchmarks/results/family_25/quickstart_time_cpu_avx2.json",
         "benchmarks/results/limited/quickstart_time_cpu_avx2.json",
         "benchmarks/results/first_run_memory.json",
@@ -41,7 +41,7 @@ RECORDS = {
         "benchmarks/results/gpu_h200",
     ],
     "docs/results.md": [
-        "benchmarks/results/quickstart_time_cpu_avx2.json",
+        "benchmarks/results/quickstart_time_cpu.json",
         "studies/mechanisms/results",
         "studies/quickstart",
         "studies/quickstart/results",  # AP of single runs
@@ -72,9 +72,10 @@ RECORDS = {
         "benchmarks/results/learning_trials.json",
     ],
     "docs/speed.md": [
-        "benchmarks/results/before_after.md",
+        "benchmarks/results/before_after_cpu.md",
         "benchmarks/results/before_after_cpu_avx2.md",
         "benchmarks/results/model_cpu.json",
+        "benchmarks/results/quickstart_beside_cpu.json",
         "benchmarks/results/start_up.json",
         "benchmarks/results/gpu_h100",
         "benchmarks/results/gpu_h200",
