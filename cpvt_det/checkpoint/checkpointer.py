@@ -87,8 +87,7 @@ class BestSoFar:
     def compares_with(self, state: dict[str, Any]) -> bool:
         """Whether the run that saved this state used the same metric on the same test set. A name that is missing, as in older
         checkpoints or in runs without evaluations, is not compared."""
-        same_test = not self.test or state.get("best_test", self.test) == self.test
-        return state.get("best_figure", self.name) == self.name and same_test
+        return state.get("best_figure", self.name) == self.name and self.test in ("", state.get("best_test", self.test))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the state of a run, or reset it if that run used a different metric or test set, because its values cannot be
@@ -96,8 +95,7 @@ class BestSoFar:
         if not self.compares_with(state):
             self.__init__(self.name, self.test)
             return
-        self.figure = state["best"]
-        self.iteration = state.get("best_iteration", -1)
+        self.figure, self.iteration = state["best"], state.get("best_iteration", -1)
         self.waited, self.counted = state.get("evaluations_waited", 0), state.get("last_evaluation", -1)
 
 
@@ -158,12 +156,10 @@ class RunState:
             if change.startswith("SOLVER.IMS_PER_BATCH "):
                 changes = "its images and the number of epochs change; SOLVER.ACCUMULATE saves memory without that"
                 logger.warning("A run counts iterations, not images: with a different SOLVER.IMS_PER_BATCH %s", changes)
-        before = state.get("data", self.data)  # older checkpoints do not contain it
-        if before != self.data:
+        if (before := state.get("data", self.data)) != self.data:  # older checkpoints do not contain it
             told = "The training data of the resumed run has changed: %d images before, %d now; so will its result"
             logger.warning(told, before["images"], self.data["images"])
-        before, now = state.get("processes"), distributed.world_size()
-        if before not in (None, now):
+        if (before := state.get("processes")) not in (None, now := distributed.world_size()):
             changes = "dropout, denoising, the statistics of BN and the rounding of sums change"
             told = "The run to resume used %d process(es), and there are now %d: batches and their order stay the same, but %s"
             logger.warning(told, before, now, changes)

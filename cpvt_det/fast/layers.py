@@ -31,9 +31,8 @@ SMALL_IN_HALVES = 1 << 28  # the same where AVX-512 runs in halves
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``F.linear``: (..., C) float, (C', C) and (C',) to (..., C')."""
-    if not routes.takes("linear", x) or x.numel() < SMALL:
-        return F.linear(x, weight, bias)
-    if x.numel() * len(weight) < (SMALL_IN_HALVES if routes.instructions() == routes.IN_HALVES else SMALL_PRODUCT):
+    least = SMALL_IN_HALVES if routes.instructions() == routes.IN_HALVES else SMALL_PRODUCT
+    if not routes.takes("linear", x) or x.numel() < SMALL or x.numel() * len(weight) < least:
         return F.linear(x, weight, bias)
     rows = x.reshape(1, -1, 1, x.shape[-1]).permute(0, 3, 1, 2)  # (..., C) -> (1, C, rows, 1), channels last
     out = F.conv2d(rows, weight[:, :, None, None], bias, dilation=2)  # dilated, as in convolution.py

@@ -35,7 +35,6 @@ RECORDS = {
         "studies/mechanisms/results/pairs",
         "benchmarks/results/quickstart_time_cpu.json",
         "benchmarks/results/family_25/quickstart_time_cpu_avx2.json",
-        "benchmarks/results/limited/quickstart_time_cpu_avx2.json",
         "benchmarks/results/first_run_memory.json",
         "benchmarks/results/gpu_h100",
         "benchmarks/results/gpu_h200",
