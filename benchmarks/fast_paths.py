@@ -115,7 +115,8 @@ def main(rounds: int, cases: tuple[str, ...], ways: tuple[str, ...], output: Pat
     text = table(found)
     click.echo(text)
     if output:
-        about = about_run(f"fast_paths.py --rounds {rounds}", 1, busy, load_average)
+        words = " ".join([*(f"--way {way}" for way in ways), *(f"--case '{case}'" for case in cases), f"--rounds {rounds}"])
+        about = about_run(f"fast_paths.py {words}", 1, busy, load_average)
         write_record(output, "fast_paths", about, {"rounds": rounds, "ratios": found}, ["Ways of our own, one by one", text])
 
 

@@ -269,7 +269,7 @@ def _half_precision(of: dict[str, dict[str, Any]], clock: str) -> float:
 
 def half_precision() -> list[Row]:
     rows = [["instructions", "pass", "bf16 on both sides", "our bf16 against float32 peers"]]
-    labels = ("AVX-512", "AVX-512, family 25", "AVX-512, Intel")
+    labels = ("AVX-512", "AVX-512, Intel")
     for label, passes in itertools.product(labels, PASSES):
         of = rows_of(MODELS[label][0], BATCHES["DETR-R50"]["none"].format(passes))
         times = _times(of["cpvt_det PEG bf16"]["over_peer_cpu"])

@@ -1,10 +1,10 @@
 #!/usr/bin/env python
 # SPDX-License-Identifier: Apache-2.0
-"""Train and evaluate with or without detectron2: the same as ``cpvt-det train``."""
+"""Train and evaluate with or without detectron2: the same function as ``cpvt-det train``."""
 
-import sys
-
-from cpvt_det.cli import main
+from cpvt_det.cli.train import train
+from cpvt_det.common.memory import limit_spinning
 
 if __name__ == "__main__":
-    main(["train", *sys.argv[1:]], prog_name="train_net.py")
+    limit_spinning()
+    train(prog_name="train_net.py")

@@ -29,8 +29,8 @@ def limit_spinning() -> None:
     ``OMP_WAIT_POLICY`` or ``GOMP_SPINCOUNT``; call it before importing torch.
 
     By default, waiting threads spin, for about 30 times as long. If another program keeps a core busy, the system then interrupts a
-    thread in the middle of its work, because the thread has used up its time slice by spinning. Threads that never spin take half
-    as long again on free cores (``benchmarks/quickstart_time.py --beside``).
+    thread in the middle of its work, because the thread has used up its time slice by spinning. Threads that never spin take
+    1.7 times as long on free cores (``benchmarks/quickstart_time.py --beside``).
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)

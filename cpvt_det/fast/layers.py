@@ -4,7 +4,7 @@ valid tokens.
 
 torch passes float32 matrix products to MKL, and convolutions to oneDNN. On AMD processors, MKL uses only AVX2, whereas oneDNN
 also uses AVX-512 and is about twice as fast. So on such processors, the product of a linear layer is written as a 1x1 convolution.
-If AVX-512 runs in halves, only large products gain.
+If AVX-512 runs in halves, products with gradients do not gain reliably.
 """
 
 import math
@@ -26,13 +26,14 @@ from cpvt_det.ops.deformable_attention import ms_deform_attn
 
 SMALL = 1 << 15  # numbers in the input; torch gives convolutions of smaller inputs to a slow kernel of its own
 SMALL_PRODUCT = 1 << 23  # number of multiplications below which a convolution's overhead outweighs the gain
-SMALL_IN_HALVES = 1 << 28  # the same where AVX-512 runs in halves
+SMALL_IN_HALVES = 1 << 25  # the same where AVX-512 runs in halves
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``F.linear``: (..., C) float, (C', C) and (C',) to (..., C')."""
-    least = SMALL_IN_HALVES if routes.instructions() == routes.IN_HALVES else SMALL_PRODUCT
-    if not routes.takes("linear", x) or x.numel() < SMALL or x.numel() * len(weight) < least:
+    if not routes.takes("linear", x) or x.numel() < SMALL or x.numel() * len(weight) < SMALL_PRODUCT:
+        return F.linear(x, weight, bias)
+    if routes.instructions() == routes.IN_HALVES and (torch.is_grad_enabled() or x.numel() * len(weight) < SMALL_IN_HALVES):
         return F.linear(x, weight, bias)
     rows = x.reshape(1, -1, 1, x.shape[-1]).permute(0, 3, 1, 2)  # (..., C) -> (1, C, rows, 1), channels last
     out = F.conv2d(rows, weight[:, :, None, None], bias, dilation=2)  # dilated, as in convolution.py
@@ -79,9 +80,9 @@ class FastAttention(Attention):
     ) -> Tensor:
         """(B, Q, C), or packed like the inputs, (1, T, C)."""
         if isinstance(padding_mask, Packing):
+            # (1, M, T_i, C / M) of each image
             images = zip(*(padding_mask.images(x, 2) for x in self.project(queries, keys, values)), strict=True)
-            probability = self.dropout if self.training else 0.0
-            attended = [self._attend(*image, dropout_p=probability).transpose(1, 2) for image in images]  # (1, T_i, M, C / M)
+            attended = [self._attend(*image, dropout_p=self.dropout * self.training).transpose(1, 2) for image in images]
             return self.out_proj(torch.cat(attended, dim=1).flatten(2))
         if padding_mask is not None and not has_padding(padding_mask):
             padding_mask = None

@@ -135,7 +135,7 @@ def test_the_detectron2_runner_without_detectron2_says_what_to_do(monkeypatch):
 
 def test_the_tool_and_the_command_are_one_function():
     tool = subprocess.run([sys.executable, "tools/train_net.py", "--help"], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert tool.stdout.startswith("Usage: train_net.py train")
+    assert tool.stdout.startswith("Usage: train_net.py [OPTIONS]")
     options = [re.findall(r"--[a-z-]+", text) for text in (tool.stdout, call("train", "--help").output)]
     assert len(options[0]) > 5 and options[0] == options[1]
 

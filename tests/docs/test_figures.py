@@ -64,13 +64,14 @@ RECORDS = {
         "benchmarks/results/exported_speed_quickstart_cpu_avx2_2threads.json",
         "benchmarks/results/exported_speed_photos_cpu_avx2_2threads.json",
     ],
-    "docs/processors.md": ["benchmarks/results/fast_paths_cpu_avx2.json"],
+    "docs/processors.md": ["benchmarks/results/fast_paths_cpu_avx2.json", "benchmarks/results/fast_paths_cpu.json"],
     "docs/small_data.md": [
         "benchmarks/results/small_data",
         "benchmarks/results/small_data_peers",
         "benchmarks/results/learning_trials.json",
     ],
     "docs/speed.md": [
+        "benchmarks/results/before_after.md",
         "benchmarks/results/before_after_cpu.md",
         "benchmarks/results/before_after_cpu_avx2.md",
         "benchmarks/results/model_cpu.json",

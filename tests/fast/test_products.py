@@ -25,10 +25,10 @@ from cpvt_det.ops import routes
 )
 def library(request, monkeypatch):
     """All ways on every processor."""
+    monkeypatch.setattr(routes, "instructions", lambda: "AVX512")
     monkeypatch.setattr(routes, "is_on", lambda route: route in request.param)
     for module in (layers, convolution_module):
         monkeypatch.setattr(module, "SMALL_PRODUCT", 0)
-    monkeypatch.setattr(layers, "SMALL_IN_HALVES", 0)
     for module in (layers, winograd):
         monkeypatch.setattr(module, "SMALL", 0)
     return request.param
@@ -65,17 +65,26 @@ def test_linear_is_torch_s(library, shape, dtype):
     assert_near(gradients(linear, x, weight), gradients(F.linear, x, weight))
 
 
-@pytest.mark.parametrize(("instructions", "taken"), [("AVX512", [False, True, True]), (routes.IN_HALVES, [False, False, True])])
-def test_only_products_that_gain_are_convolutions(instructions, taken, monkeypatch):
-    """Where AVX-512 runs in halves, these are 32 times as large."""
+@pytest.mark.parametrize(
+    ("instructions", "with_gradients", "taken"),
+    [
+        ("AVX512", True, [False, True, True]),
+        ("AVX512", False, [False, True, True]),
+        (routes.IN_HALVES, True, [False, False, False]),
+        (routes.IN_HALVES, False, [False, False, True]),
+    ],
+)
+def test_only_products_that_gain_are_convolutions(instructions, with_gradients, taken, monkeypatch):
+    """Where AVX-512 runs in halves, these have no gradients and are four times as large."""
     monkeypatch.setattr(routes, "is_on", lambda route: True)
     monkeypatch.setattr(routes, "instructions", lambda: instructions)
     convolve, seen = F.conv2d, []
     monkeypatch.setattr(F, "conv2d", lambda *args, **more: seen.append(True) or convolve(*args, **more))
     found = []
-    for rows in (500, 520, 16400):  # just below 2^23 multiplications, just above, and just above 2^28
+    for rows in (500, 520, 2050):  # just below 2^23 multiplications, just above, and just above 2^25
         seen.clear()
-        linear(torch.randn(rows, 128), torch.randn(128, 128))
+        with torch.set_grad_enabled(with_gradients):
+            linear(torch.randn(rows, 128), torch.randn(128, 128))
         found.append(bool(seen))
     assert found == taken
 
