@@ -48,7 +48,7 @@ RECORDS = {
         "studies/bccd/results",
     ],
     "docs/tutorial.md": ["studies/bccd/results"],
-    "docs/train.md": ["studies/scramble"],
+    "docs/train.md": ["benchmarks/results/learning_trials.json", "studies/scramble"],
     "docs/encodings.md": ENCODINGS,
     "docs/position_encodings.md": ENCODINGS,
     "docs/classifiers.md": CLASSIFIERS,
