@@ -271,6 +271,12 @@ def test_an_accelerated_resnet_compiles_to_one_graph():
     torch.testing.assert_close(compiled(images, mask)[0], backbone(images, mask)[0], rtol=0, atol=1e-4)
 
 
+def test_an_accelerated_linear_layer_compiles_to_one_graph():
+    layer, x = accelerate(nn.Linear(256, 256)), torch.randn(600, 256)  # large enough to be a convolution on some processors
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), layer(x), rtol=0, atol=1e-5)
+
+
 def test_gradients_of_torch_func_go_through_dropout():
     layer, x = accelerate(nn.Dropout(0.5)).train(), torch.ones(3)
     assert torch.func.grad(lambda x: layer(x).sum())(x).shape == (3,)
