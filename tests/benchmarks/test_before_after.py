@@ -38,12 +38,20 @@ def test_few_rounds_have_quartiles_too(values):
 
 def test_the_record_is_of_both_commits_and_a_free_machine(monkeypatch, tmp_path):
     monkeypatch.setattr(before_after, "commit_of", lambda root: "new" if root == before_after.ROOT else "old")
-    real = subprocess.run
-    monkeypatch.setattr(subprocess, "run", lambda words, **more: Done(words[2]) if "--worker" in words else real(words, **more))
+    real, folders = subprocess.run, set()
+
+    def run(words, **more):
+        if "--worker" not in words:
+            return real(words, **more)
+        folders.add(words[words.index("--worker") + 1])
+        return Done(words[2])
+
+    monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setattr(os, "getloadavg", lambda: (0.25, 0.0, 0.0))
     words = [str(tmp_path), "--rounds", "2", "--output", str(tmp_path / "record")]
     result = CliRunner().invoke(before_after.main, words)
     assert result.exit_code == 0, result.output
+    assert len(folders) == 1  # of the weights that both have
     (path,) = (tmp_path / "record").glob("before_after_cpu*.json")
     content = json.loads(path.read_text())
     assert content["runs"] == {"old": runs([2.0, 2.0], 100), "new": runs([1.0, 1.0], 100)}
