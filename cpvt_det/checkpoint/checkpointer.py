@@ -74,7 +74,7 @@ class BestSoFar:
         return better
 
     def state_dict(self) -> dict[str, Any]:
-        """The state; older checkpoints contain only ``best``."""
+        """The state under the names it has in the node ``cpvt_det``."""
         return {
             "best": self.figure,
             "best_figure": self.name,
@@ -85,9 +85,8 @@ class BestSoFar:
         }
 
     def compares_with(self, state: dict[str, Any]) -> bool:
-        """Whether the run that saved this state used the same metric on the same test set. A name that is missing, as in older
-        checkpoints or in runs without evaluations, is not compared."""
-        return state.get("best_figure", self.name) == self.name and self.test in ("", state.get("best_test", self.test))
+        """Whether the run that saved this state used the same metric on the same test set. A run without a test set takes any."""
+        return state["best_figure"] == self.name and self.test in ("", state["best_test"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the state of a run, or reset it if that run used a different metric or test set, because its values cannot be
@@ -95,8 +94,8 @@ class BestSoFar:
         if not self.compares_with(state):
             self.__init__(self.name, self.test)
             return
-        self.figure, self.iteration = state["best"], state.get("best_iteration", -1)
-        self.waited, self.counted = state.get("evaluations_waited", 0), state.get("last_evaluation", -1)
+        self.figure, self.iteration = state["best"], state["best_iteration"]
+        self.waited, self.counted = state["evaluations_waited"], state["last_evaluation"]
 
 
 @dataclass
@@ -156,10 +155,12 @@ class RunState:
             if change.startswith("SOLVER.IMS_PER_BATCH "):
                 changes = "its images and the number of epochs change; SOLVER.ACCUMULATE saves memory without that"
                 logger.warning("A run counts iterations, not images: with a different SOLVER.IMS_PER_BATCH %s", changes)
-        if (before := state.get("data", self.data)) != self.data:  # older checkpoints do not contain it
+        before = state["data"]
+        if before != self.data:
             told = "The training data of the resumed run has changed: %d images before, %d now; so will its result"
             logger.warning(told, before["images"], self.data["images"])
-        if (before := state.get("processes")) not in (None, now := distributed.world_size()):
+        before, now = state["processes"], distributed.world_size()
+        if before != now:
             changes = "dropout, denoising, the statistics of BN and the rounding of sums change"
             told = "The run to resume used %d process(es), and there are now %d: batches and their order stay the same, but %s"
             logger.warning(told, before, now, changes)
@@ -330,8 +331,8 @@ class RunCheckpointer(Checkpointer):
             return None, -1
         node, now = best["cpvt_det"], state.best
         if not now.compares_with(node):
-            before = f"{node.get('best_figure', now.name)} on {node.get('best_test', now.test)}"
+            before = f"{node['best_figure']} on {node['best_test']}"
             told = "The best checkpoint so far was selected by %s, but this run selects by %s on %s, and will replace it"
             logger.warning(told, before, now.name, now.test)
             return None, -1
-        return node["best"], node.get("best_iteration", best["iteration"])
+        return node["best"], node["best_iteration"]

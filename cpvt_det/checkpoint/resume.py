@@ -46,9 +46,9 @@ class Candidate:
 
 
 def run_id_of(checkpoint: Mapping[str, Any]) -> str:
-    """The id of a checkpoint's run or, if it has none, its seed; empty if the checkpoint contains neither."""
+    """The id of a checkpoint's run; empty if the checkpoint contains none."""
     node = checkpoint.get("cpvt_det")
-    return str(node.get("run_id", node.get("seed", ""))) if isinstance(node, Mapping) else ""
+    return str(node.get("run_id", "")) if isinstance(node, Mapping) else ""
 
 
 def last_checkpoint(folder: str | Path) -> Path:

@@ -217,8 +217,7 @@ class TrainStep:
         self.optimizer.load_state_dict(state["optimizer"])
         if state.get("grad_scaler"):
             self.scaler.load_state_dict(state["grad_scaler"])
-        if "bad_steps" in state:  # older checkpoints do not contain them
-            self.bad_steps.load_state_dict(state["bad_steps"])
+        self.bad_steps.load_state_dict(state["bad_steps"])
 
     @property
     def lr(self) -> float:

@@ -73,12 +73,6 @@ def test_a_run_that_evaluates_nothing_keeps_what_was_best():
     assert (other.figure, other.iteration) == (30.0, 19)
 
 
-def test_a_checkpoint_of_before_has_a_best_figure_alone():
-    best = BestSoFar("bbox/AP")
-    best.load_state_dict({"best": 12.5})
-    assert best == BestSoFar("bbox/AP", figure=12.5)
-
-
 def test_best_and_thresholds_travel_in_the_node_of_a_run():
     state = RunState(Classes((0, 4), ("cat", "dog")), "VERSION: 2\n", 1, "a", {}, best=BestSoFar("AP50"))
     state.best.take(50.0, 7)
@@ -86,7 +80,3 @@ def test_best_and_thresholds_travel_in_the_node_of_a_run():
     other = RunState(Classes((0, 4), ("cat", "dog")), "VERSION: 2\n", 1, "b", {}, best=BestSoFar("AP50"))
     other.load_state_dict(state.state_dict())
     assert (other.best, other.thresholds) == (state.best, state.thresholds)
-    older = {key: value for key, value in state.state_dict().items() if key != "thresholds"}
-    other.thresholds = None
-    other.load_state_dict(older)
-    assert other.thresholds is None

@@ -269,32 +269,6 @@ def test_copies_are_ordered_by_iteration_whatever_times_they_bear(tmp_path, tag)
     assert checkpointer(tmp_path).begin(resume=True) == 4
 
 
-def test_checkpoints_of_before_there_were_ids_are_resumed_by_their_seeds(tmp_path):
-    """Seed 7 had gone further; ``last_checkpoint`` is of the run with seed 1. Its best counts, seed 7's does not."""
-    keeper = checkpointer(tmp_path)
-    for seed, iterations in ((7, (98, 99)), (1, (3, 4))):
-        for iteration in iterations:
-            keeper.save(f"model_{iteration:07d}", iteration)
-            rewrite(tmp_path / f"model_{iteration:07d}.pth", seed)
-    for seed, best in ((7, None), (1, 5.0)):
-        keeper.checkpointables["cpvt_det"].best = BestSoFar()
-        keeper.keep_best(5.0, 4)
-        rewrite(tmp_path / "model_best.pth", seed)
-        again = checkpointer(tmp_path)
-        assert again.begin(resume=True) == 5
-        assert again.checkpointables["cpvt_det"].best.figure == best
-        assert again.checkpointables["cpvt_det"].run_id == "1"
-        (tmp_path / "run_id").unlink()
-
-
-def rewrite(path, seed):
-    """As an earlier version wrote it: without id and data."""
-    checkpoint = read_checkpoint(path)
-    del checkpoint["cpvt_det"]["run_id"], checkpoint["cpvt_det"]["data"]
-    checkpoint["cpvt_det"]["seed"] = seed
-    write_checkpoint(checkpoint, path)
-
-
 def test_the_best_of_an_earlier_run_with_the_same_seed_is_replaced(tmp_path):
     begin(tmp_path, "old").keep_best(50.0, 9)
     new = begin(tmp_path, "new")
