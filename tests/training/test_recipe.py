@@ -19,6 +19,7 @@ from cpvt_det.training.choose import choose_settings, config_of, describe_machin
 from cpvt_det.training.recipe import (
     CANVASES,
     FEWEST_STEPS,
+    FEWEST_STEPS_TUNED,
     MANY_STEPS,
     MOST_EPOCHS,
     STEPS_TO_THAW,
@@ -95,6 +96,9 @@ def test_the_canvas_is_asked_for_by_the_objects_and_bounded_by_images_and_machin
         (Plan(224, 2), STEPS_TO_THAW - 1, Plan(224, 2, freeze_at=5)),
         (Plan(224, 2, freeze_at=5), 1, Plan(224, 2, freeze_at=5)),  # nothing smaller helps
         (Plan(128, 2), STEPS_TO_THAW, Plan(128, 2)),
+        (Plan(320, 2, tunes=True), FEWEST_STEPS_TUNED, Plan(320, 2, freeze_at=5, tunes=True)),
+        (Plan(320, 2, tunes=True), 784, Plan(256, 2, freeze_at=5, tunes=True)),  # 320 * root of 784 / 1200 = 259
+        (Plan(320, 2, tunes=True), 400, Plan(224, 2, freeze_at=5, tunes=True)),  # 185, but 224 is the smallest
         (Plan(384, 2), MANY_STEPS, Plan(384, 4)),
         (Plan(384, 2), 2 * MANY_STEPS, Plan(384, 4, encoder_layers=2)),
         (Plan(640, 8), 2 * MANY_STEPS, Plan(640, 16, encoder_layers=2)),
@@ -295,7 +299,7 @@ def test_a_start_sets_the_canvas_by_its_sizes_in_training(paces, tmp_path):
     sizes = {"INPUT__MIN_SIZE_TRAIN": (256, 192, 224), "INPUT__MIN_SIZE_TEST": 240}
     start = open_start(str(save_random(tmp_path / "old.pth", **sizes)), print)
     for words, middle in (([], 224), (["INPUT.MIN_SIZE_TEST", "240"], 240)):
-        measured[:] = 2 * [Pace(0.1, 0.0001)]  # so few steps that the smallest canvas is taken
+        measured[:] = 2 * [Pace(0.2, 0.0001)]  # so few steps that the smallest canvas is taken
         choices = choose_settings([], words, [Data(400), Data(8)], LAPTOP, 60, start=start)
         by_key = {choice.key: choice for choice in choices}
         assert sorted(by_key["INPUT.MIN_SIZE_TRAIN"].value)[2] == middle and by_key["INPUT.MIN_SIZE_TEST"].value == 240
