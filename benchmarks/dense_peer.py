@@ -2,19 +2,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """torchvision's FCOS in the place of our detector, on a folder of images, for the same CPU seconds, as a record::
 
-    python benchmarks/small_data.py aquarium FOLDER --budget 10m --output benchmarks/results/small_data_peers
-    python benchmarks/dense_peer.py aquarium FOLDER --budget 10m --seconds 650 --output benchmarks/results/small_data_peers
+    python benchmarks/small_data.py aquarium FOLDER --budget 10m --output DIR
+    python benchmarks/dense_peer.py aquarium FOLDER --like DIR/aquarium_10m_sine_0.json --output DIR
 
-Backbone, canvas, loader and AP are those of ``cpvt-det train FOLDER``: a frozen EfficientNet-Lite0 with its ImageNet weights, and
+Backbone, loader and AP are those of ``cpvt-det train FOLDER``: a frozen EfficientNet-Lite0 with its ImageNet weights, and
 its maps of strides 8, 16 and 32. On top is FCOS (arXiv 1904.01355), 128 channels wide: a feature pyramid, and towers of two
 convolutions with GroupNorm. AdamW, cosine schedule, moving average, flips and five image sizes are as in our own runs.
 
-``--seconds`` are the CPU seconds that the command used for its budget, which is wall time. They are those of the whole process:
-imports, checks of the data, and two evaluations, at half of the time and at the end.
+``--like`` is the record of our run. Image sizes, seed and CPU seconds are taken from it. The CPU seconds are those of the whole
+process: imports, checks of the data, and two evaluations, at half of the time and at the end.
 
 ``--beside CHECKPOINT`` also times both detectors on single validation images, from the resized image to boxes, NMS included.
 """
 
+import json
 import math
 import sys
 import tempfile
@@ -62,8 +63,10 @@ TIMED_IMAGES = 40
 TIMED = 20  # steps after which the length of the run is estimated, for the moving average
 WORDS = "MODEL.BACKBONE.NAME timm/tf_efficientnet_lite0 MODEL.BACKBONE.WEIGHTS pip MODEL.BACKBONE.NORM FrozenBN"
 WORDS += " MODEL.BACKBONE.FREEZE_AT 5 MODEL.BACKBONE.STAGES (3,4,5) INPUT.RESIZE_CROP.ENABLED False DATALOADER.NUM_WORKERS 0"
-WORDS += " INPUT.MIN_SIZE_TRAIN (192,208,224,240,256) INPUT.MAX_SIZE_TRAIN 480 INPUT.MIN_SIZE_TEST 240 INPUT.MAX_SIZE_TEST 448"
 WORDS += " SOLVER.IMS_PER_BATCH 2 TEST.IMS_PER_BATCH 8"
+
+
+SIZES = ("MIN_SIZE_TRAIN", "MAX_SIZE_TRAIN", "MIN_SIZE_TEST", "MAX_SIZE_TEST")
 
 
 class Unresized(GeneralizedRCNNTransform):
@@ -200,10 +203,8 @@ def time_inference(model: FCOS, ours: Trained, task: Task, dataset: Any) -> dict
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("name")
 @click.argument("folder", type=click.Path(path_type=Path, resolve_path=True))
-@click.option("--budget", default="10m", show_default=True, help="Budget of the run of cpvt-det train beside it.")
-@click.option("--seconds", default=600.0, show_default=True, help="CPU seconds of the whole process.")
+@click.option("--like", type=click.Path(path_type=Path, exists=True), required=True, help="Record of our run, by small_data.py.")
 @click.option("--rate", default=2.5e-4, show_default=True, help="Learning rate; the best of four on a fifth of Aquarium.")
-@click.option("--seed", default=0, show_default=True)
 @click.option("--beside", type=click.Path(path_type=Path, exists=True), help="A checkpoint of ours, whose inference is timed too.")
 @click.option("--output", type=click.Path(path_type=Path), default=Path("output/small_data_peers"), show_default=True)
 @click.option("--busy", is_flag=True, help="Measure although the machine has other work; the record shows it.")
@@ -212,10 +213,8 @@ def time_inference(model: FCOS, ours: Trained, task: Task, dataset: Any) -> dict
 def main(
     name: str,
     folder: Path,
-    budget: str,
-    seconds: float,
+    like: Path,
     rate: float,
-    seed: int,
     beside: Path | None,
     output: Path,
     busy: bool,
@@ -223,14 +222,17 @@ def main(
     """Train FCOS on FOLDER with one thread, and write OUTPUT/NAME_BUDGET_fcos_SEED.json."""
     load = check_load(busy)
     torch.set_num_threads(1)
+    ours = json.loads(like.read_text(encoding="utf-8"))
+    budget, seconds, seed = (ours[name] for name in ("budget", "cpu_seconds", "seed"))
+    sizes = [word for name in SIZES for word in (f"INPUT.{name}", str(ours["chosen"]["INPUT"][name]))]
     torch.manual_seed(seed)
-    words = f"--budget {budget} --seconds {seconds:g} --rate {rate:g} --seed {seed}"
+    words = f"--like {like.name} --rate {rate:g}"
     words += " --beside CHECKPOINT" * bool(beside) + " --busy" * busy
     command = f"python benchmarks/dense_peer.py {name} FOLDER {words}"
     found = {"command": command, "commit": commit_of(ROOT), "machine": machine("cpu", load), "versions": versions()}
     found |= {"cores": usable_cores(), "seed": seed, "budget": budget, "seconds": seconds, "rate": rate}
     with tempfile.TemporaryDirectory() as place:
-        cfg, _ = folder_config(folder, Path(place), WORDS.split())
+        cfg, _ = folder_config(folder, Path(place), [*WORDS.split(), *sizes])
         task = build_task(cfg)
         train_sets, tests = task.load_splits()
         backbone = builders.build_backbone(cfg)

@@ -19,8 +19,9 @@ from cpvt_det.training.tasks.task import build_task
 
 WORDS = "MODEL.BACKBONE.NAME resnet10 MODEL.BACKBONE.WIDTH 8 MODEL.BACKBONE.NORM GN MODEL.BACKBONE.FREEZE_AT 0"
 WORDS += " MODEL.BACKBONE.STAGES (3,4,5) INPUT.RESIZE_CROP.ENABLED False DATALOADER.NUM_WORKERS 0"
-WORDS += " INPUT.MIN_SIZE_TRAIN (64,) INPUT.MAX_SIZE_TRAIN 96 INPUT.MIN_SIZE_TEST 64 INPUT.MAX_SIZE_TEST 96"
+SIZES = {"MIN_SIZE_TRAIN": [64], "MAX_SIZE_TRAIN": 96, "MIN_SIZE_TEST": 64, "MAX_SIZE_TEST": 96}
 WORDS += " SOLVER.IMS_PER_BATCH 2 TEST.IMS_PER_BATCH 2"
+SMALL = " ".join(f"INPUT.{name} {value}" for name, value in SIZES.items()).replace("[64]", "(64,)")
 BUILD = dense_peer.build_peer
 
 
@@ -65,17 +66,22 @@ def test_boxes_are_measured_in_pixels_of_the_original_image():
     assert image_id == 7 and detections.boxes_xyxy.tolist() == [[10, 30, 30, 60]]
 
 
-def test_a_run_ends_by_its_cpu_seconds_and_has_the_curve(tmp_path, monkeypatch):
+def test_a_run_has_sizes_and_cpu_seconds_of_ours_and_the_curve(tmp_path, monkeypatch):
     draw_dataset(tmp_path / "shapes", 4, 2, num_processes=1)
     seconds = [0.0]
     monkeypatch.setattr(dense_peer, "WORDS", WORDS)
     monkeypatch.setattr(dense_peer, "build_peer", lambda backbone, num_classes: small_peer(num_classes))
     monkeypatch.setattr(dense_peer, "load_backbone_weights", lambda *_: None)
     monkeypatch.setattr(dense_peer.time, "process_time", lambda: seconds.__setitem__(0, seconds[0] + 0.25) or seconds[0])
-    words = ["shapes", str(tmp_path / "shapes"), "--budget", "1m", "--seconds", "10", "--busy", "--output", str(tmp_path)]
+    like = tmp_path / "ours.json"
+    like.write_text(json.dumps({"budget": "1m", "cpu_seconds": 10, "seed": 3, "chosen": {"INPUT": SIZES}}))
+    words = ["shapes", str(tmp_path / "shapes"), "--like", str(like), "--busy", "--output", str(tmp_path)]
     result = CliRunner().invoke(dense_peer.main, words)
     assert result.exit_code == 0, result.output
-    record = json.loads((tmp_path / "shapes_1m_fcos_0.json").read_text())
+    record = json.loads((tmp_path / "shapes_1m_fcos_3.json").read_text())
+    assert record["test_size"] == 64 and record["command"].startswith(
+        "python benchmarks/dense_peer.py shapes FOLDER --like ours.json"
+    )
     assert record["cpu_seconds"] == pytest.approx(10, abs=1) and len(record["curve"]) == 2
     assert list(record["curve"])[-1] == str(record["iterations"]) and record["iterations"] > dense_peer.TIMED
     assert 0.9 <= record["decay"] < 0.9998 and 0 <= record["AP"] <= record["AP50"]
@@ -85,7 +91,7 @@ def test_both_are_timed_on_the_same_images(tmp_path, monkeypatch):
     """One at a time, three times, of which the first does not count. The clock gives 2 seconds to ours and 3 to the peer."""
     draw_dataset(tmp_path / "shapes", 4, 4, num_processes=1)
     words = f"{WORDS} MODEL.META_ARCHITECTURE CPVTDetr MODEL.BACKBONE.STAGES (5,) MODEL.DETR.HIDDEN_DIM 16 MODEL.DETR.NHEADS 2"
-    cfg, _ = folder_config(tmp_path / "shapes", tmp_path / "place", f"{words} MODEL.DETR.NUM_OBJECT_QUERIES 5".split())
+    cfg, _ = folder_config(tmp_path / "shapes", tmp_path / "place", f"{words} MODEL.DETR.NUM_OBJECT_QUERIES 5 {SMALL}".split())
     task = build_task(cfg)
     _, tests = task.load_splits()
     detector, seen = build_detector(cfg).eval(), {"ours": [], "peer": []}
