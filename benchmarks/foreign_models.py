@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of DINO, H-DETR, MS-DETR and detrex with random weights, made by the authors' code from checkouts."""
+"""Models of DINO, H-DETR and detrex with random weights, made by the authors' code from checkouts."""
 
 import argparse
 import contextlib
@@ -32,7 +32,7 @@ LIMIT = 1e-10
 EPSILON = 1e-5
 """Of the numbers of boxes, from 0 and 1, as in our code; 1e-3 in DINO's and detrex's."""
 LOSSES = {"cls": 2, "bbox": 5, "giou": 2}
-"""Weights of H-DETR's losses, and of those of MS-DETR but its one-to-one class loss."""
+"""Weights of H-DETR's losses."""
 
 
 @dataclass(frozen=True)
@@ -97,13 +97,6 @@ def build_hdetr(folder: Path, case: Case) -> Foreign:
     return dataclasses.replace(foreign, predict=predict)
 
 
-def build_msdetr(folder: Path, case: Case) -> Foreign:
-    """A model of Atten4Vis/MS-DETR, as its script ``train_ms_detr_pp_300.sh`` makes it."""
-    words = {"num_queries": 300, "use_ms_detr": True, "use_aux_ffn": True, "topk_eval": 100, "nms_iou_threshold": None}
-    words |= {f"{part}_{name}_loss_coef": weight for part in ("o2m", "enc") for name, weight in LOSSES.items()}
-    return _build_official(folder, case.peer, **{**words, "cls_loss_coef": 1})
-
-
 def _build_official(folder: Path, peer: str, **more: Any) -> Foreign:
     """A Deformable-DETR++ of a checkout that is made of Deformable-DETR's."""
     words = {"dataset_file": "coco", "device": "cpu", "masks": False, "frozen_weights": None, "aux_loss": True}
@@ -153,11 +146,11 @@ def build_detrex(folder: Path, case: Case, **more: Any) -> Foreign:
     return Foreign(module, predict, [vars(sys.modules[name]) for name in names])
 
 
-BUILDERS = {"dino": build_dino, "hdetr": build_hdetr, "msdetr": build_msdetr, "detrex": build_detrex}
+BUILDERS = {"dino": build_dino, "hdetr": build_hdetr, "detrex": build_detrex}
 
 
 def imported(folder: Path, *names: str) -> tuple[Any, ...]:
-    """Modules of a checkout of DINO, H-DETR or MS-DETR, and the namespaces of all its files that they import."""
+    """Modules of a checkout of DINO or H-DETR, and the namespaces of all its files that they import."""
     with packages_of(folder), with_extension(folder), imports_from([folder], NOT_CALLED):
         modules = [importlib.import_module(name) for name in names]
         found = [module for name, module in sys.modules.items() if name.partition(".")[0] in ("models", "util")]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training of DINO, DAB-Deformable-DETR and MS-DETR by the authors' code and by ours: losses, pairs and gradients in float64."""
+"""Training of DINO and DAB-Deformable-DETR by the authors' code and by ours: losses, pairs and gradients in float64."""
 
 import contextlib
 import copy
@@ -20,8 +20,7 @@ from benchmarks.equal import difference
 from benchmarks.foreign_models import EPSILON, LIMIT, Case, Foreign, config_of, float64_of, names_of, without_cuda
 from cpvt_det.builders import build_criterion
 from cpvt_det.checkpoint import load_weights
-from cpvt_det.common.structures import Predictions, Targets
-from cpvt_det.losses.matcher import OneToManyMatcher, PaddedTargets
+from cpvt_det.common.structures import Targets
 from cpvt_det.models import denoising as denoising_module
 
 SIZE = (192, 256)
@@ -190,74 +189,6 @@ def _compare_gradients(case: Case, theirs: nn.Module, ours: nn.Module) -> float:
     pairs += [(sum(own for own, _ in layers), layers[0][1]) for layers in heads.values()]
     norm = torch.stack([slope.norm() for _, slope in pairs]).norm()
     return float(max((one - other).abs().max() for one, other in pairs) / norm)
-
-
-# MS-DETR
-
-
-def compare_one_to_many(case: Case, foreign: Foreign, ours: nn.Module) -> dict[str, Any]:
-    """The one-to-many supervision of MS-DETR: its predictions, pairs and losses, of all layers, for two images with objects.
-
-    Objects are predicted boxes with noise, far enough from each other that no query fits two of them: there the codes differ.
-    """
-    generator = torch.Generator().manual_seed(2)
-    images = torch.randn(2, 3, *SIZE, generator=generator, dtype=torch.float64)
-    mask = torch.zeros(2, *SIZE, dtype=torch.bool)
-    ours.train()
-    for module in ours.backbone.modules():
-        module.eval()
-    criterion = build_criterion(config_of(case))
-    found = ours(images, mask)
-    many, targets = found.one_to_many, []
-    for boxes, corner in zip(many.boxes[-1].detach(), ((0.3, 0.3), (0.6, 0.4)), strict=True):
-        near = (boxes[:, :2] - torch.tensor(corner)).abs().sum(-1).argmin()
-        noise = 0.02 * torch.randn(1, 4, generator=generator, dtype=torch.float64)
-        targets.append(Targets(torch.randint(80, (1,), generator=generator), (boxes[near][None] + noise).clamp(0.05, 0.95)))
-    labels = _labels(targets)
-    foreign.module.train()
-    with float64_of(foreign):
-        output = foreign.module(foreign.NestedTensor(images, mask))
-        theirs = foreign.criterion(output, labels)
-        layers = [*output["o2m_outputs"]["aux_outputs"], output["o2m_outputs"]]
-    count = compare_pairs(foreign, criterion.one_to_many, Predictions(many.logits, many.boxes), targets)
-    count += sum(compare_pairs(foreign, criterion.one_to_many, *draw_clusters(seed)) for seed in range(10))
-    gaps = [difference(many.logits[n], layer["pred_logits"]) for n, layer in enumerate(layers)]
-    gaps += [difference(many.boxes[n], layer["pred_boxes"]) for n, layer in enumerate(layers)]
-    losses = criterion(found, targets).losses
-    for kind, name in {"class": "ce", "l1": "bbox", "giou": "giou"}.items():
-        names = [f"loss_{name}{suffix}_o2m" for suffix in ("", *(f"_{n}" for n in range(len(layers) - 1)))]
-        total = sum(foreign.criterion.weight_dict[name] * theirs[name] for name in names)
-        gaps.append(difference(losses[f"loss_many_{kind}"], total))
-    if not max(gaps) < LIMIT:
-        raise click.ClickException(f"one-to-many supervision differs: {gaps}")
-    return {"one-to-many": max(gaps), "its pairs": count}
-
-
-def compare_pairs(foreign: Foreign, matcher: OneToManyMatcher, predictions: Predictions, targets: list[Targets]) -> int:
-    """The number of pairs of the one-to-many matching, which have to be the same ones."""
-    wanted = set()
-    for layer, (logits, boxes) in enumerate(zip(predictions.logits, predictions.boxes, strict=True)):
-        with float64_of(foreign):
-            found = foreign.criterion.matcher_o2m({"pred_logits": logits, "pred_boxes": boxes}, _labels(targets))
-        for image, pairs in enumerate(found):
-            wanted |= {(layer, image, int(query), int(number)) for query, number in zip(*pairs, strict=True)}
-    (matches,) = matcher((predictions, PaddedTargets.from_targets(targets, torch.float64)))
-    ours = [part.tolist() for part in (matches.layer, matches.image, matches.query, matches.target)]
-    if wanted != set(zip(*ours, strict=True)):
-        raise click.ClickException(f"pairs of the one-to-many matching differ: {wanted ^ set(zip(*ours, strict=True))}")
-    return len(wanted)
-
-
-def draw_clusters(seed: int) -> tuple[Predictions, list[Targets]]:
-    """300 boxes for each of two images, 20 of them near each of three objects that lie apart; the second has none."""
-    generator = torch.Generator().manual_seed(seed)
-    wanted = torch.tensor([(0.2, 0.2, 0.3, 0.2), (0.7, 0.2, 0.4, 0.3), (0.4, 0.7, 0.5, 0.4)], dtype=torch.float64)
-    boxes = 0.05 + 0.1 * torch.rand(2, 2, 300, 4, generator=generator, dtype=torch.float64)
-    noise = 0.08 * torch.randn(2, 3, 20, 4, generator=generator, dtype=torch.float64)
-    boxes[:, 0, :60] = (wanted[:, None] + noise).clamp(min=0.01).flatten(1, 2)
-    logits = torch.randn(2, 2, 300, 91, generator=generator, dtype=torch.float64)
-    objects = Targets(torch.randint(91, (3,), generator=generator), wanted)
-    return Predictions(logits, boxes), [objects, Targets(torch.zeros(0, dtype=torch.int64), torch.zeros(0, 4).double())]
 
 
 def _labels(targets: list[Targets]) -> list[dict[str, Tensor]]:

@@ -1,14 +1,14 @@
 #!/usr/bin/env python
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of DINO, DAB-Deformable-DETR, H-DETR and MS-DETR in our models: names, shapes and outputs.
+"""Weights of DINO, DAB-Deformable-DETR and H-DETR in our models: names, shapes and outputs.
 
 The authors' code builds each of its models and saves it with random weights. Our config of that model loads the file by itself, as
 ``cpvt-det eval FILE --config-file CONFIG`` does; what was not loaded is an error. Then both get the same images, one by one, since
-the authors' codes pad in their own ways. Of MS-DETR the one-to-many supervision, and of DINO and DAB-Deformable-DETR all of
-training, with the noise of denoising, are compared too.
+the authors' codes pad in their own ways. Of DINO and DAB-Deformable-DETR all of training, with the noise of denoising, is
+compared too.
 
-``python benchmarks/foreign_weights.py --peer dino=PATH --peer hdetr=PATH --peer msdetr=PATH --peer detrex=PATH``, with the paths of
-checkouts of IDEA-Research/DINO, HDETR/H-Deformable-DETR, Atten4Vis/MS-DETR and IDEA-Research/detrex; detrex needs an installed
+``python benchmarks/foreign_weights.py --peer dino=PATH --peer hdetr=PATH --peer detrex=PATH``, with the paths of
+checkouts of IDEA-Research/DINO, HDETR/H-Deformable-DETR and IDEA-Research/detrex; detrex needs an installed
 detectron2, and so does Swin. About twenty minutes on one core.
 """
 
@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this folder i
 from benchmarks.clocks import fixed_threads
 from benchmarks.equal import difference
 from benchmarks.foreign_models import BUILDERS, LIMIT, Case, config_of, float64_of, names_of
-from benchmarks.foreign_training import SIZE, compare_one_to_many, compare_training
+from benchmarks.foreign_training import SIZE, compare_training
 from benchmarks.machine import machine, versions
 from benchmarks.models import DRAWN_WIDE
 from benchmarks.peers import find_peers, peer_versions
@@ -41,7 +41,6 @@ CASES = [
     Case("dino", "DINO, 5 scales", "dino_r50_5scale_official_12ep", "DINO_5scale.py"),
     Case("dino", "DINO, 4 scales, Swin-T", "dino_r50_4scale_official_12ep", "DINO_4scale.py", swin=True),
     Case("hdetr", "H-DETR", "h_deformable_detr_r50_official_12ep", None),
-    Case("msdetr", "MS-DETR", "ms_deformable_detr_r50_pp_sine_offset_12ep", None),
     Case("detrex", "DINO, 4 scales", "dino_r50_4scale_sine_offset_12ep", "dino/configs/dino-resnet/dino_r50_4scale_12ep.py"),
     Case("detrex", "DINO, 5 scales", "dino_r50_5scale_sine_offset_12ep", "dino/configs/dino-resnet/dino_r50_5scale_12ep.py"),
     Case(
@@ -141,8 +140,6 @@ def compare(case: Case, folder: Path) -> dict[str, Any]:
     row |= {"bit-equal with a zero PEG": equal}
     if not max(*logits, *boxes) < LIMIT or not equal:
         raise click.ClickException(f"outputs differ: {row}")
-    if case.peer == "msdetr":
-        row |= compare_one_to_many(case, foreign, ours.double())
     if case.peer in ("dino", "detrex") and not case.swin:
         row |= compare_training(case, foreign, ours.double())
     return row
@@ -154,7 +151,7 @@ def _zero_peg(case: Case) -> dict[str, str]:
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--peer", "given", multiple=True, metavar="NAME=PATH", help="Checkout: dino, hdetr, msdetr, detrex.")
+@click.option("--peer", "given", multiple=True, metavar="NAME=PATH", help="Checkout: dino, hdetr, detrex.")
 @click.option("--model", "pattern", default="", help="Only models whose name contains this.")
 @click.option("--output", type=click.Path(path_type=Path), default=Path("output/benchmarks/foreign_weights"), show_default=True)
 def main(given: tuple[str, ...], pattern: str, output: Path) -> None:

@@ -27,7 +27,6 @@ CHECKOUTS = {
     "detr": ("facebookresearch/detr", "models/detr.py"),
     "dino": ("IDEA-Research/DINO", "models/dino/ops/functions/ms_deform_attn_func.py"),
     "hdetr": ("HDETR/H-Deformable-DETR", "models/ops/functions/ms_deform_attn_func.py"),
-    "msdetr": ("Atten4Vis/MS-DETR", "models/ops/functions/ms_deform_attn_func.py"),
     "dfine": ("Peterande/D-FINE", "src/zoo/dfine/dfine_criterion.py"),
     "deim": ("ShihuaHuang95/DEIM", "engine/deim/deim_criterion.py"),
     "detrex": ("IDEA-Research/detrex", "detrex/layers/multi_scale_deform_attn.py"),

@@ -126,9 +126,6 @@ def _add_criterion(model: CfgNode) -> None:
     model.CRITERION.GIOU_COST = defaults.GIOU_WEIGHT  # weight of the GIoU cost in the matching
     model.CRITERION.PROPOSAL_MATCHES = 1  # two-stage: number of proposals matched with each object; above 1 (H-DETR) trains faster
     model.CRITERION.HYBRID_MATCHES = defaults.HYBRID_MATCHES  # number of queries of MODEL.QUERIES.HYBRID matched per object
-    model.CRITERION.MANY_MATCHES = defaults.MANY_MATCHES  # mixed supervision: largest number of queries matched with each object
-    model.CRITERION.MANY_THRESHOLD = defaults.MANY_THRESHOLD  # mixed supervision: lowest score (from overlap and class) of a match
-    model.CRITERION.MANY_CLASS_WEIGHT = defaults.MANY_CLASS_WEIGHT  # mixed supervision: weight of its class loss
 
 
 def _add_data(cfg: CfgNode) -> None:

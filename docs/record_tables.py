@@ -377,7 +377,7 @@ def shards() -> list[Row]:
     return rows
 
 
-CODES = {"dino": "IDEA-Research/DINO", "hdetr": "HDETR/H-Deformable-DETR", "msdetr": "Atten4Vis/MS-DETR", "detrex": "detrex"}
+CODES = {"dino": "IDEA-Research/DINO", "hdetr": "HDETR/H-Deformable-DETR", "detrex": "detrex"}
 CODES |= {"dfine": "Peterande/D-FINE", "deim": "ShihuaHuang95/DEIM"}
 LOSSES_OF = {"varifocal": "D-FINE and RT-DETR", "mal": "DEIM", "ia_bce": "Align-DETR"}
 

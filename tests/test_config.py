@@ -35,7 +35,6 @@ RECIPES = [
     f"coco/{model}_{encoding}_{epochs}ep.yaml"
     for model, epochs in (
         ("deformable_detr_r50_pp", 12),
-        ("ms_deformable_detr_r50_pp", 12),
         ("dino_r50_4scale", 12),
         ("dino_r50_4scale", 24),
     )
@@ -137,7 +136,6 @@ def test_the_recipes_of_12_and_24_epochs_differ_in_the_encoding_alone(name):
     assert [queries.get("REFINED_POSITIONS", False), queries.get("DENOISING", 0) > 0] == [is_dino, is_dino]
     assert cfg.MODEL.DETECTOR.LOOK_FORWARD_TWICE and is_dino == cfg.MODEL.DETECTOR.get("FINAL_NORM", False)
     assert (900 if is_dino else 300) == cfg.MODEL.DETR.NUM_OBJECT_QUERIES
-    assert model.startswith("ms_") == cfg.MODEL.DETECTOR.get("MIXED_SUPERVISION", False)
     step = {"12": 11, "24": 20}[epochs]
     assert (solver.EPOCHS, tuple(solver.STEP_EPOCHS), solver.IMS_PER_BATCH) == (int(epochs), (step,), 16)
     assert ((1e-4, 1e-5) if is_dino else (2e-4, 2e-5)) == (solver.BASE_LR, solver.BACKBONE_LR)

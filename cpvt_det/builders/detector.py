@@ -133,7 +133,6 @@ def _deformable_detr_arguments(
     two_stage: bool = False,
     look_forward_twice: bool = False,
     final_norm: bool = False,
-    mixed_supervision: bool = False,
     eval_layers: int = 0,
     implementation: str = "auto",
 ) -> dict[str, Any]:
@@ -146,7 +145,6 @@ def _deformable_detr_arguments(
         two_stage: whether queries come from the encoder's best proposals; needs box_refinement.
         look_forward_twice: whether a layer's loss also trains the previous layer's boxes (DINO); needs box_refinement.
         final_norm: whether there is one norm, shared by all decoder layers, before their heads (DINO).
-        mixed_supervision: whether each object trains several queries before the queries attend to each other (MS-DETR).
         eval_layers: number of decoder layers, from the first, that run in evaluation and prediction; 0 for all.
         implementation: kernel of deformable attention: auto, numba, triton, eager, export or grid_sample.
     """
@@ -155,8 +153,6 @@ def _deformable_detr_arguments(
         others = OF_ONE_STAGE if source in OF_PROPOSALS else OF_PROPOSALS
         way_out = f"set TWO_STAGE to {not two_stage}, or NAME to one of {', '.join(others)}"
         raise ConfigError(f"MODEL.QUERIES.NAME is {source!r}, but MODEL.DETECTOR.TWO_STAGE is {two_stage}; {way_out}")
-    if mixed_supervision and build_classification(cfg).prior_probability is None:
-        raise ConfigError(f"MODEL.DETECTOR.MIXED_SUPERVISION needs sigmoid scores for its matching: {SIGMOIDS}")
     if look_forward_twice and not box_refinement:
         raise ConfigError("MODEL.DETECTOR.LOOK_FORWARD_TWICE needs box refinement: set MODEL.DETECTOR.BOX_REFINEMENT to True")
     return {
@@ -169,7 +165,6 @@ def _deformable_detr_arguments(
             implementation=implementation,
             look_forward_twice=look_forward_twice,
             final_norm=final_norm,
-            mixed_supervision=mixed_supervision,
             eval_layers=eval_layers,
         ),
         "num_levels": num_levels,

@@ -17,7 +17,7 @@ from cpvt_det.common import defaults, distributed
 from cpvt_det.common.errors import ConfigError, config_errors
 from cpvt_det.common.registry import options_of
 from cpvt_det.config import flat_items, get_cfg
-from cpvt_det.losses import CLASSIFICATION_REGISTRY, LOSS_REGISTRY, HungarianMatcher, OneToManyMatcher, SetCriterion
+from cpvt_det.losses import CLASSIFICATION_REGISTRY, LOSS_REGISTRY, HungarianMatcher, SetCriterion
 from cpvt_det.losses.classification import Classification
 from cpvt_det.models import BACKBONE_REGISTRY
 from cpvt_det.models.backbones.vit import OWN_POSITIONS
@@ -158,8 +158,7 @@ def build_criterion(cfg: CfgNode) -> SetCriterion:
     losses = {name: (weight, LOSS_REGISTRY.with_options(name, *options)) for name, weight, *options in node.LOSSES}
     weights = (node.CLASS_WEIGHT, node.L1_WEIGHT, node.GIOU_WEIGHT)
     with config_errors("MODEL.CRITERION"):
-        many = OneToManyMatcher(node.MANY_MATCHES, node.MANY_THRESHOLD), node.MANY_CLASS_WEIGHT
-        return SetCriterion(matcher, *weights, node.PROPOSAL_MATCHES, losses, node.HYBRID_MATCHES, *many)
+        return SetCriterion(matcher, *weights, node.PROPOSAL_MATCHES, losses, node.HYBRID_MATCHES)
 
 
 def build_device(cfg: CfgNode) -> torch.device:

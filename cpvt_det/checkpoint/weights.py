@@ -227,8 +227,6 @@ def recognise(state_dict: Mapping[str, Tensor], source: str, start: Start | None
 def _kind(shapes: Mapping[str, tuple[int, ...]], source: str) -> str:
     """The config of a Deformable-DETR or of one of its successors."""
     two_stage = "queries.enc_output.weight" in shapes
-    if "transformer.decoder.layers.0.linear3.weight" in shapes:
-        return "ms_deformable_detr_r50_pp_sine_offset_12ep"
     if "queries.ref_point_head.layers.0.weight" in shapes:
         if "transformer.decoder.norm.weight" in shapes:
             return "dino_r50_4scale_official_12ep" if source == "dino" else "dino_r50_4scale_sine_offset_12ep"

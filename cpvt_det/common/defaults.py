@@ -26,5 +26,3 @@ POINTS = 4
 """Number of sampling points per head and level in Deformable-DETR, arXiv 2010.04159."""
 HYBRID_MATCHES = 6
 """Number of hybrid-branch queries per object, arXiv 2207.13080."""
-MANY_MATCHES, MANY_THRESHOLD, MANY_CLASS_WEIGHT = 6, 0.4, 2.0
-"""Settings for one-to-many supervision, from Atten4Vis/MS-DETR ``main.py``."""

@@ -124,8 +124,6 @@ class Predictions:
         by_class: whether the logits of proposals are class logits. Otherwise, only the logit for "an object" has a meaning.
         hybrid: predictions of additional queries that exist in training only: logits (D, B, Q', K') and boxes (D, B, Q', 4). The
             loss matches several of these queries with each object.
-        one_to_many: predictions of the main queries, taken in each layer before the queries attend to each other, in training
-            only: logits (D, B, Q, K') and boxes (D, B, Q, 4). The loss matches several of these predictions with each object.
         distributions: the distributions from which the boxes of the last layers were computed; in training only, and only for
             decoders that refine distributions.
     """
@@ -138,7 +136,6 @@ class Predictions:
     groups: int = 1
     by_class: bool = False
     hybrid: "Predictions | None" = None
-    one_to_many: "Predictions | None" = None
     distributions: BoxDistributions | None = None
 
     def part(self, start: int | None, end: int | None) -> "Predictions":

@@ -19,12 +19,11 @@ from cpvt_det.fast.layers import (
     FastDeformableEncoderLayer,
     FastEncoderLayer,
     FastLinear,
-    FastMixedDecoderLayer,
 )
 from cpvt_det.fast.resnet import FastResNetBackbone
 from cpvt_det.layers.attention import Attention, DeformableAttention
 from cpvt_det.models.backbones.resnet import ResNetBackbone
-from cpvt_det.models.deformable_detr import DeformableDecoderLayer, DeformableEncoder, DeformableEncoderLayer, MixedDecoderLayer
+from cpvt_det.models.deformable_detr import DeformableDecoderLayer, DeformableEncoder, DeformableEncoderLayer
 from cpvt_det.models.detr import DecoderLayer
 from cpvt_det.models.encoder import Encoder, EncoderLayer
 from cpvt_det.models.necks import ProjectionNeck
@@ -48,7 +47,6 @@ FASTER: dict[type[nn.Module], type[nn.Module]] = {
     DecoderLayer: FastDecoderLayer,
     DeformableEncoderLayer: FastDeformableEncoderLayer,
     DeformableDecoderLayer: FastDeformableDecoderLayer,
-    MixedDecoderLayer: FastMixedDecoderLayer,
     Encoder: FastEncoder,
     DeformableEncoder: FastDeformableEncoder,
     ConvNorm: FastConvNorm,

@@ -18,7 +18,7 @@ from cpvt_det.common.structures import Levels, has_padding
 from cpvt_det.fast.dropout import FastDropout, dropout
 from cpvt_det.fast.packing import Packing
 from cpvt_det.layers.attention import Attention, DeformableAttention, Place
-from cpvt_det.models.deformable_detr import DeformableDecoderLayer, DeformableEncoderLayer, MixedDecoderLayer
+from cpvt_det.models.deformable_detr import DeformableDecoderLayer, DeformableEncoderLayer
 from cpvt_det.models.detr import DecoderLayer
 from cpvt_det.models.encoder import EncoderLayer, FeedForward
 from cpvt_det.ops import routes
@@ -143,7 +143,3 @@ class FastDeformableEncoderLayer(FastFeedForward, DeformableEncoderLayer):
 
 class FastDeformableDecoderLayer(FastFeedForward, DeformableDecoderLayer):
     """Faster :class:`DeformableDecoderLayer`."""
-
-
-class FastMixedDecoderLayer(FastFeedForward, MixedDecoderLayer):
-    """Faster :class:`MixedDecoderLayer`."""

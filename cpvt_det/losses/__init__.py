@@ -4,7 +4,7 @@
 from cpvt_det.losses import distributions  # noqa: F401, registers losses
 from cpvt_det.losses.classification import CLASSIFICATION_REGISTRY, FocalClassification, SoftmaxClassification, make_classification
 from cpvt_det.losses.criterion import Losses, SetCriterion
-from cpvt_det.losses.matcher import HungarianMatcher, OneToManyMatcher
+from cpvt_det.losses.matcher import HungarianMatcher
 from cpvt_det.losses.overlap_classification import AlignClassification, MatchabilityClassification, VarifocalClassification
 from cpvt_det.losses.terms import LOSS_REGISTRY, Matched, Normalizers
 
@@ -18,7 +18,6 @@ __all__ = [
     "MatchabilityClassification",
     "Matched",
     "Normalizers",
-    "OneToManyMatcher",
     "SetCriterion",
     "SoftmaxClassification",
     "VarifocalClassification",

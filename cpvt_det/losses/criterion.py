@@ -4,7 +4,7 @@
 Place in the pipeline: after ``losses/matcher.py``, as the last step in training.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cpvt_det.common import defaults, distributed
 from cpvt_det.common.structures import PROPOSAL_LABEL, Predictions, Targets
-from cpvt_det.losses.matcher import HungarianMatcher, Matches, OneToManyMatcher, PaddedTargets
+from cpvt_det.losses.matcher import HungarianMatcher, Matches, PaddedTargets
 from cpvt_det.losses.terms import LOSS_REGISTRY, Loss, Matched, Normalizers
 
 Group = tuple[Predictions, PaddedTargets, Normalizers]
@@ -44,8 +44,6 @@ class SetCriterion:
         proposal_matches: number of proposals matched with each object; more than one match gives a stronger training signal.
         hybrid_matches: number of the hybrid branch's queries matched with each object.
         losses: additional losses, name -> (weight, function); :data:`LOSS_REGISTRY` describes the functions.
-        one_to_many: matcher for ``Predictions.one_to_many``, whose losses are divided by the same numbers as the main losses.
-        many_class_weight: weight of the class loss of ``Predictions.one_to_many``; 0 leaves it out.
 
     Raises:
         ValueError: there is less than one match, a weight is below 0, or one of the three losses is given twice.
@@ -63,8 +61,6 @@ class SetCriterion:
         proposal_matches: int = 1,
         losses: Mapping[str, tuple[float, Loss]] | None = None,
         hybrid_matches: int = defaults.HYBRID_MATCHES,
-        one_to_many: OneToManyMatcher | None = None,
-        many_class_weight: float = defaults.MANY_CLASS_WEIGHT,
     ):
         for name, matches in (("proposal_matches", proposal_matches), ("hybrid_matches", hybrid_matches)):
             if matches < 1:
@@ -73,8 +69,7 @@ class SetCriterion:
         self.hybrid_matches = hybrid_matches
         self.matcher = matcher
         self.classification = matcher.classification
-        self.one_to_many = one_to_many or OneToManyMatcher()
-        for name, weight in (("class", class_weight), ("L1", l1_weight), ("GIoU", giou_weight), ("many-class", many_class_weight)):
+        for name, weight in (("class", class_weight), ("L1", l1_weight), ("GIoU", giou_weight)):
             if not weight >= 0:
                 raise ValueError(f"the {name} weight must be at least 0, got {weight}")
         weights = {"loss_class": class_weight, "loss_l1": l1_weight, "loss_giou": giou_weight}
@@ -83,9 +78,7 @@ class SetCriterion:
             if weights.get(f"loss_{name}"):
                 raise ValueError(f"the loss {name!r} exists already, with the weight {weights[f'loss_{name}']}")
             weights[f"loss_{name}"], self.losses[f"loss_{name}"] = weight, loss
-        many_weights = {**weights, "loss_class": many_class_weight}
         self.weights = {name: weight for name, weight in weights.items() if weight}
-        self.many_weights = {name: weight for name, weight in many_weights.items() if weight}
 
     def __call__(self, predictions: Predictions, targets: Sequence[Targets], normalizers: Normalizers | None = None) -> Losses:
         """Compare predictions with targets.
@@ -99,8 +92,8 @@ class SetCriterion:
         Returns:
             ``loss_class``, ``loss_l1``, ``loss_giou`` and any additional losses. Proposals, if there are any, add
             ``loss_proposal_class`` and so on; in these losses, all objects count as one class unless the proposals have class
-            logits. Denoising queries add ``loss_denoising_class`` and so on, the hybrid branch adds ``loss_hybrid_class`` and so
-            on, and one-to-many supervision adds ``loss_many_class`` and so on. The metrics are ``metric_class_error`` (percent of
+            logits. Denoising queries add ``loss_denoising_class`` and so on, and the hybrid branch ``loss_hybrid_class`` and so
+            on. The metrics are ``metric_class_error`` (percent of
             matched queries with the wrong class) and ``metric_cardinality_error`` (mean absolute difference between the predicted
             and the true number of objects), both of the last layer.
         """
@@ -116,18 +109,14 @@ class SetCriterion:
         if predictions.hybrid is not None:
             groups["loss_hybrid_"] = _repeated(predictions.hybrid, targets, normalizers, self.hybrid_matches)
         matches = dict(zip(groups, self.matcher(*(group[:2] for group in groups.values())), strict=True))
-        many, denoising = predictions.one_to_many, predictions.denoising
-        if many is not None:
-            groups["loss_many_"] = (many, padded, normalizers)
-            matches["loss_many_"] = self.one_to_many(many, padded)
+        denoising = predictions.denoising
         if denoising is not None:
             groups["loss_denoising_"] = (denoising, padded, _times(normalizers, denoising.groups))
             matches["loss_denoising_"] = _known_matches(denoising)
         losses, finite = {}, []
         for prefix, (predicted, wanted, divisors) in groups.items():
-            weights = self.many_weights if prefix == "loss_many_" else self.weights
-            for name, values in self.losses_by_layer(predicted, wanted, matches[prefix], divisors, weights).items():
-                losses[name.replace("loss_", prefix)] = weights[name] * values.sum()
+            for name, values in self.losses_by_layer(predicted, wanted, matches[prefix], divisors).items():
+                losses[name.replace("loss_", prefix)] = self.weights[name] * values.sum()
             logits, boxes = predicted.logits.detach(), predicted.boxes.detach()
             finite.append((logits.sum((0, 2, 3)) + boxes.sum((0, 2, 3))).isfinite())  # a sum is finite if all its terms are
         return Losses(losses, self._metrics(predictions, padded, matches["loss_"]), torch.stack(finite).all(0))
@@ -150,18 +139,11 @@ class SetCriterion:
         return Normalizers(total_boxes / share, classes / share, (total_matched / share, total_unmatched / share))
 
     def losses_by_layer(
-        self,
-        predictions: Predictions,
-        targets: PaddedTargets,
-        matches: Matches,
-        normalizers: Normalizers,
-        names: Iterable[str] | None = None,
+        self, predictions: Predictions, targets: PaddedTargets, matches: Matches, normalizers: Normalizers
     ) -> dict[str, Tensor]:
-        """The unweighted losses of every layer, by name, (D,) each. ``names`` selects the losses; by default, all losses that
-        have a weight are computed.
-        """
+        """The unweighted losses of every layer, by name, (D,) each."""
         matched = Matched(predictions, targets, matches, self.classification, normalizers)
-        losses = {name: self.losses[name](matched) for name in names or self.weights}
+        losses = {name: self.losses[name](matched) for name in self.weights}
         return {name: values for name, values in losses.items() if values is not None}
 
     @torch.no_grad()

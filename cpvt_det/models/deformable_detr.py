@@ -6,7 +6,6 @@ Place in the pipeline: the encoder and decoder that ``models/detector.py`` calls
 Source: arXiv 2010.04159, sections 4 and A.4; names of parameters as in fundamentalvision/Deformable-DETR.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from functools import partial
 
@@ -167,51 +166,6 @@ class DeformableDecoderLayer(FeedForward):
         return self.norm3(queries + self.dropout(self.feed_forward(self.linear1, self.linear2, queries)))
 
 
-class MixedDecoderLayer(DeformableDecoderLayer):
-    """A decoder layer whose queries attend to the image before they see each other, so that the loss can supervise what each
-    query finds by itself.
-
-    Args:
-        channels, num_heads, ffn_channels, dropout, num_levels, num_points, implementation: as in
-            :class:`DeformableDecoderLayer`.
-
-    Source: arXiv 2401.03989, section 3.3; Atten4Vis/MS-DETR ``models/deformable_detr.py``, with its ``use_aux_ffn``.
-    """
-
-    def __init__(self, channels: int, num_heads: int, ffn_channels: int, *more):
-        super().__init__(channels, num_heads, ffn_channels, *more)
-        self.linear3 = nn.Linear(channels, ffn_channels)
-        self.linear4 = nn.Linear(ffn_channels, channels)
-        self.norm4 = nn.LayerNorm(channels)
-
-    def forward(
-        self,
-        queries: Tensor,
-        positions: Tensor,
-        reference_points: Tensor,
-        memory: Tensor,
-        levels: Levels,
-        attention_mask: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """One layer; arguments as in :meth:`DeformableDecoderLayer.forward`.
-
-        Returns:
-            The queries (B, Q, C) and, in training, a second tensor (B, Q, C): the queries as they were before the self-attention,
-            passed through a separate feed-forward network. In evaluation, the second is ``None``.
-        """
-        attended = self.cross_attn(queries + positions, reference_points, memory, levels)
-        queries = self.norm1(queries + self.dropout(attended))
-        candidates = None
-        if self.training:
-            candidates = self.feed_forward(self.linear3, self.linear4, queries)
-            candidates = self.norm4(queries + self.dropout(candidates))
-        placed = queries + positions
-        attended = self.self_attn(placed, placed, queries, attention_mask=attention_mask)
-        queries = self.norm2(queries + self.dropout(attended))
-        fed = self.feed_forward(self.linear1, self.linear2, queries)
-        return self.norm3(queries + self.dropout(fed)), candidates
-
-
 class DeformableDecoder(nn.Module):
     """Decoder layers, each followed by the heads.
 
@@ -223,8 +177,6 @@ class DeformableDecoder(nn.Module):
             refinement.
         final_norm: whether there is one norm, shared by all layers, before the heads, as in DINO. The queries and boxes that a
             layer passes to the next are computed without it.
-        mixed_supervision: whether layers are :class:`MixedDecoderLayer`. In training, ``Predictions.one_to_many`` then holds the
-            predictions of the queries before they see each other.
         eval_layers: number of layers, counted from the first, that run in evaluation; 0 for all.
 
     Raises:
@@ -237,14 +189,11 @@ class DeformableDecoder(nn.Module):
         *layer,
         look_forward_twice: bool = False,
         final_norm: bool = False,
-        mixed_supervision: bool = False,
         eval_layers: int = 0,
     ):
         super().__init__()
         self.eval_layers = layers_in_evaluation(num_layers, eval_layers)
-        kind = MixedDecoderLayer if mixed_supervision else DeformableDecoderLayer
-        self.layers = nn.ModuleList(kind(*layer) for _ in range(num_layers))
-        self.mixed_supervision = mixed_supervision
+        self.layers = nn.ModuleList(DeformableDecoderLayer(*layer) for _ in range(num_layers))
         self.look_forward_twice = look_forward_twice
         self.norm = nn.LayerNorm(layer[0]) if final_norm else nn.Identity()
         self.final_norm = final_norm
@@ -259,9 +208,9 @@ class DeformableDecoder(nn.Module):
             heads: the heads of all layers.
 
         Returns:
-            Logits (D, B, Q, K') and boxes (D, B, Q, 4). In training with mixed supervision, there is also ``one_to_many``.
+            Logits (D, B, Q, K') and boxes (D, B, Q, 4).
         """
-        decoded, positions, outputs, many = queries.content, queries.positions, [], []
+        decoded, positions, outputs = queries.content, queries.positions, []
         references = start = queries.references  # the places where a layer looks, and the boxes that it corrects
         for index, layer in enumerate(self.layers if self.training else self.layers[: self.eval_layers]):
             if index and heads.refine:
@@ -273,11 +222,8 @@ class DeformableDecoder(nn.Module):
                 positions = positions if queries.place is None else queries.place(references, decoded)
             points = levels.to_level_coordinates(references)
             decoded = layer(decoded, positions, points, memory.tokens, levels, queries.attention_mask)
-            if self.mixed_supervision:
-                decoded, candidates = decoded
-                many += [] if candidates is None else [heads(self.norm(candidates), start, index)]
             outputs.append(heads(self.norm(decoded), start, index))
-        return dataclasses.replace(_stacked(outputs), one_to_many=_stacked(many) if many else None)
+        return Predictions(torch.stack([output.logits for output in outputs]), torch.stack([output.boxes for output in outputs]))
 
 
 def layers_in_evaluation(num_layers: int, eval_layers: int) -> int:
@@ -293,11 +239,6 @@ def layers_in_evaluation(num_layers: int, eval_layers: int) -> int:
     return eval_layers or num_layers
 
 
-def _stacked(outputs: Sequence[Predictions]) -> Predictions:
-    """Stack D logits (B, Q, K') and boxes (B, Q, 4) into (D, B, Q, K') and (D, B, Q, 4)."""
-    return Predictions(torch.stack([output.logits for output in outputs]), torch.stack([output.boxes for output in outputs]))
-
-
 class DeformableTransformer(nn.Module):
     """The encoder, the decoder and the level embedding under the official names.
 
@@ -307,7 +248,7 @@ class DeformableTransformer(nn.Module):
         channels, num_heads, ffn_channels, dropout, num_levels, implementation: as in :class:`DeformableEncoderLayer`.
         encoder_points, decoder_points: P in the encoder and in the decoder.
         checkpointing: recomputation in the encoder, as in :class:`DeformableEncoder`.
-        look_forward_twice, final_norm, mixed_supervision, eval_layers: as in :class:`DeformableDecoder`.
+        look_forward_twice, final_norm, eval_layers: as in :class:`DeformableDecoder`.
     """
 
     def __init__(
@@ -325,15 +266,14 @@ class DeformableTransformer(nn.Module):
         checkpointing: bool = False,
         look_forward_twice: bool = False,
         final_norm: bool = False,
-        mixed_supervision: bool = False,
         eval_layers: int = 0,
     ):
         super().__init__()
         shared = (channels, num_heads, ffn_channels, dropout, num_levels)
         self.encoder = DeformableEncoder(encoder_layers, *shared, encoder_points, implementation, checkpointing=checkpointing)
         decoder = (decoder_layers, *shared, decoder_points, implementation)
-        options = {"look_forward_twice": look_forward_twice, "final_norm": final_norm, "mixed_supervision": mixed_supervision}
-        self.decoder = DeformableDecoder(*decoder, **options, eval_layers=eval_layers)
+        options = {"look_forward_twice": look_forward_twice, "final_norm": final_norm, "eval_layers": eval_layers}
+        self.decoder = DeformableDecoder(*decoder, **options)
         self.level_embed = nn.Parameter(torch.empty(num_levels, channels))
         nn.init.normal_(self.level_embed)
         for module in self.modules():

@@ -88,11 +88,9 @@ class Queries:
             learned = predictions.part(0, self.num_denoising)
             denoising = dataclasses.replace(learned, objects=self.objects, groups=self.groups)
         own = (self.num_denoising, -self.num_hybrid or None)
-        many = predictions.one_to_many
         return dataclasses.replace(
             predictions.part(*own),
             proposals=self.proposals,
-            one_to_many=None if many is None else many.part(*own),
             denoising=denoising,
             hybrid=predictions.part(-self.num_hybrid, None) if self.num_hybrid else None,
         )

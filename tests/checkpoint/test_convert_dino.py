@@ -263,7 +263,7 @@ def test_a_zero_peg_beside_converted_weights_changes_no_bit(case):
 
 def test_an_evaluation_needs_no_more_than_the_file_as_its_authors_save_it(drawn_coco, tmp_path):
     """With the options of their command beside the weights, and without a step of conversion."""
-    more = {**TINY, "MODEL__DETECTOR__MIXED_SUPERVISION": False, "MODEL__QUERIES__HYBRID": 0}
+    more = {**TINY, "MODEL__QUERIES__HYBRID": 0}
     detector = build_detector(random_config(**more))
     file = tmp_path / "checkpoint0011_4scale.pth"
     torch.save({"model": to_dino(detector.state_dict()), "args": argparse.Namespace(lr=1e-4), "epoch": 11}, file)

@@ -103,7 +103,7 @@ def test_the_same_batch_gives_the_bit_equal_loss(d2, drawn_coco, tmp_path, posit
 
 @pytest.mark.parametrize("detector", [*DETECTORS, "dino", "dfine"])
 def test_both_runners_take_the_same_run(runs, detector):
-    """The last one with denoising, the hybrid branch and mixed supervision."""
+    """The last one with denoising and the hybrid branch."""
     more = {
         **{**DETECTORS, "dino": DINO, "dfine": DFINE}[detector],
         "MODEL__DETR__DROPOUT": 0.2,

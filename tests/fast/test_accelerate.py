@@ -17,7 +17,6 @@ from cpvt_det.models.deformable_detr import (
     DeformableDecoderLayer,
     DeformableEncoder,
     DeformableEncoderLayer,
-    MixedDecoderLayer,
 )
 from cpvt_det.models.detector import Memory
 from cpvt_det.models.detr import DecoderLayer
@@ -134,7 +133,6 @@ MAKERS = {
     DecoderLayer: decoder_layer,
     DeformableEncoderLayer: deformable_encoder_layer,
     DeformableDecoderLayer: deformable_decoder_layer,
-    MixedDecoderLayer: lambda: deformable_decoder_layer(MixedDecoderLayer),
     ConvNorm: lambda: convolution_block(ConvNorm, C, 48, 3),
     RepVGGBlock: lambda: convolution_block(RepVGGBlock, C),
     Encoder: encoder,

@@ -549,7 +549,6 @@ def test_pairwise_generalized_iou_is_that_of_each_pair():
         ("focal", "CLASS_WEIGHT", -1.0, "the class weight must be at least 0, got -1.0"),
         ("focal", "L1_WEIGHT", math.nan, "the L1 weight must be at least 0, got nan"),
         ("focal", "GIOU_WEIGHT", -2.0, "the GIoU weight must be at least 0, got -2.0"),
-        ("focal", "MANY_CLASS_WEIGHT", -2.0, "the many-class weight must be at least 0, got -2.0"),
     ],
 )
 def test_numbers_out_of_their_range_are_refused_before_training(classification, key, value, said):

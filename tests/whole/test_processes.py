@@ -61,7 +61,7 @@ def test_two_processes_are_one_in_float64(tmp_path, detector):
         assert largest_difference(one[part], two[part]) <= 1e-10
 
 
-def test_with_denoising_the_hybrid_branch_and_mixed_supervision_a_process_without_objects_trains_on_with_the_others(tmp_path):
+def test_with_denoising_and_the_hybrid_branch_a_process_without_objects_trains_on_with_the_others(tmp_path):
     """20 steps with all objects in one process: the same losses are there in both, and the loss falls."""
     two, _ = take_steps("steps", tmp_path, "dino", 2)
     assert two["skipped"] == 0 and two["losses"].isfinite().all()
