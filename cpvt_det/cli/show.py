@@ -20,13 +20,12 @@ from cpvt_det.data.images import read_image
 from cpvt_det.data.mapper import Sample
 from cpvt_det.data.records import ImageRecord
 from cpvt_det.models import Detector
-from cpvt_det.models.denoising import ContrastiveDenoising
 from cpvt_det.solver.step import split_samples
 from cpvt_det.training.setup import choose_seed
 from cpvt_det.training.tasks import Task, build_task
 from cpvt_det.visualize.attention import draw_attention
 from cpvt_det.visualize.attention_by_position import dense_models, draw_attention_by_position
-from cpvt_det.visualize.data import draw_batches, draw_denoising
+from cpvt_det.visualize.data import draw_batches
 from cpvt_det.visualize.position import NamedDetector, draw_added, draw_kernels, images_of_size
 from cpvt_det.visualize.recording import Point, record_forward, tokens_at
 
@@ -142,9 +141,8 @@ def data(config_file: str, runner: str, overrides: tuple[str, ...], output: Path
     """Draw the actual input of the model; KEY VALUE pairs override the config.
 
     train.png shows the first images of the training sets after augmentation, with the boxes that the model learns. For each test
-    set, a file shows the first images as they are evaluated. With MODEL.QUERIES.DENOISING, denoising.png shows objects next to
-    their noised copies. Each image is on the canvas of the batch that goes through the model at once, which is one process's batch
-    divided by SOLVER.ACCUMULATE. The padding is striped.
+    set, a file shows the first images as they are evaluated. Each image is on the canvas of the batch that goes through the model
+    at once, which is one process's batch divided by SOLVER.ACCUMULATE. The padding is striped.
 
     \b
     Example:
@@ -156,18 +154,13 @@ def data(config_file: str, runner: str, overrides: tuple[str, ...], output: Path
     datasets, tests = task.load_splits()
     detector = build_any(cfg, runner)
     classes, records = datasets[0].classes, task.training_records(datasets)
-    cfg.SEED = choose_seed(cfg)  # both pictures show the same images
+    cfg.SEED = choose_seed(cfg)
     for name, batches, known in [("train", _parts(task, records), records)] + [
         (dataset.name, task.build_test_loader(dataset), dataset.records) for dataset in tests
     ]:
         path = output / f"{name}.png"
         drawn = draw_batches(batches, {record.image_id: record for record in known}, detector, classes, count, path)
         click.echo(f"{path}: {drawn} of {len(known)} images")
-    denoising = getattr(getattr(detector, "queries", None), "denoising", None)
-    if isinstance(denoising, ContrastiveDenoising):
-        torch.manual_seed(cfg.SEED)
-        path = output / "denoising.png"
-        click.echo(f"{path}: {draw_denoising(_parts(task, records), detector, denoising, classes, count, path)} images")
 
 
 def _parts(task: Task, records: Sequence[ImageRecord]) -> Iterator[list[Sample]]:

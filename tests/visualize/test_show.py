@@ -12,7 +12,6 @@ from torchvision.transforms.functional import to_pil_image
 from cpvt_det.builders import build_detector
 from cpvt_det.cli import main
 from cpvt_det.cli import show as command
-from cpvt_det.common.boxes import intersection_over_union
 from cpvt_det.common.errors import BadInputError
 from cpvt_det.common.structures import level_padding_mask
 from cpvt_det.data.coco import load_coco
@@ -248,36 +247,6 @@ def test_training_images_are_drawn_with_the_boxes_that_are_learned(drawn_coco, t
     first = [panel[0] for panel in panels]
     assert show_data(drawn_coco, tmp_path, "--count", 8, DATASETS__TEST=(), INPUT__MIN_SIZE_TRAIN=(64,), **more).exit_code == 0
     assert all(torch.equal(one, panel[0]) for one, panel in zip(first, panels[8:], strict=True))  # by SEED
-
-
-def test_objects_are_drawn_beside_their_noised_copies(drawn_coco, tmp_path, panels):
-    """The same images as in train.png; each positive overlaps its object, and no negative does as much."""
-    options = {"DATASETS__TEST": (), "MODEL__QUERIES__LABEL_NOISE": 0.0, **DINO}
-    result = show_data(drawn_coco, tmp_path, "--count", 5, **options, SOLVER__IMS_PER_BATCH=5)
-    assert result.exit_code == 0, result.output
-    assert f"{tmp_path / 'pictures/denoising.png'}: 5 images" in result.output
-    assert (tmp_path / "pictures/denoising.png").is_file()
-    fed, noised = panels[:5], [panels[5 + 3 * n : 8 + 3 * n] for n in range(5)]
-    overlaps = []
-    for (canvas, objects, names, title), own in zip(fed, noised, strict=True):
-        assert all(torch.equal(panel[0], canvas) and panel[2] == names for panel in own)
-        assert [panel[3] for panel in own] == [
-            f"{title.partition(':')[0]}: objects",
-            "positives of group 1 of 2",
-            "negatives of group 1 of 2",
-        ]
-        assert torch.equal(own[0][1].boxes_xyxy, objects.boxes_xyxy)
-        overlaps += [
-            [intersection_over_union(box, other[1].boxes_xyxy[n]).item() for other in own[1:]]
-            for n, box in enumerate(objects.boxes_xyxy)
-        ]
-    assert len(overlaps) >= 3 and all(positive > 0 for positive, _ in overlaps)
-    assert sum(positive for positive, _ in overlaps) > 2 * sum(negative for _, negative in overlaps)
-
-
-def test_without_denoising_there_is_no_picture_of_it(drawn_coco, tmp_path):
-    assert show_data(drawn_coco, tmp_path, "--count", 1, DATASETS__TEST=()).exit_code == 0
-    assert [path.name for path in (tmp_path / "pictures").iterdir()] == ["train.png"]
 
 
 def test_the_smallest_numbers_of_a_point_are_read():
