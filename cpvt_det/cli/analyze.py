@@ -12,7 +12,7 @@ from cpvt_det import builders
 from cpvt_det.cli.train import RUN_CONTEXT, build_any, config_options, load_any
 from cpvt_det.common.errors import BadInputError, config_errors
 from cpvt_det.common.structures import PaddedBatch, Size
-from cpvt_det.visualize.costs import PARTS, REST, Costs, count_costs, find_parts, measure
+from cpvt_det.visualize.costs import REST, Costs, count_costs, measure
 
 CLASSES = 80  # number of classes if the config takes it from the data
 
@@ -20,13 +20,7 @@ CLASSES = 80  # number of classes if the config takes it from the data
 @click.command(context_settings=RUN_CONTEXT)
 @config_options
 @click.option("--sizes", default="480,640,800,1333", show_default=True, help="Image sizes: sides of squares, or HEIGHTxWIDTH.")
-@click.option(
-    "--parts",
-    default="",
-    metavar="NAMES",
-    help="Parts to measure instead of the standard ones, such as encoder.layers.0,encoder.layers.1.",
-)
-def analyze(config_file: str, runner: str, overrides: tuple[str, ...], sizes: str, parts: str) -> None:
+def analyze(config_file: str, runner: str, overrides: tuple[str, ...], sizes: str) -> None:
     """Count the parameters and operations of a config's detector in inference; KEY VALUE pairs override the config.
 
     Prints parameters, multiply-adds and activations (the outputs of convolutions, matrix products and attention) by part, with
@@ -41,14 +35,13 @@ def analyze(config_file: str, runner: str, overrides: tuple[str, ...], sizes: st
     cfg = load_any(config_file, overrides, runner)
     cfg.MODEL.NUM_CLASSES = cfg.MODEL.NUM_CLASSES or CLASSES
     detector = build_any(cfg, runner)
-    chosen = find_parts(detector, parts.split(",")) if parts else PARTS
     stride = detector.size_divisibility
     small = [f"{height}x{width}" for height, width in sides if min(height, width) < stride]
     if small:
         raise BadInputError(f"--sizes {small[0]} is too small: each side must be at least this model's stride, {stride}")
     batches = [detector.preprocess([torch.zeros(3, *size)]) for size in sides]
     with config_errors(f"--sizes {sizes}"):  # a learned table may limit the size
-        costs = [count_costs(detector, batch.images, batch.padding_mask, chosen) for batch in batches]
+        costs = [count_costs(detector, batch.images, batch.padding_mask) for batch in batches]
     names = [f"{height}x{width}" for height, width in sides]
     kind = cfg.MODEL.BACKBONE.NAME if builders.is_classifier(cfg) else cfg.MODEL.POSITION.NAME
     click.echo(f"{type(detector).__name__}, {kind}, {cfg.MODEL.NUM_CLASSES} classes\n")

@@ -9,9 +9,7 @@ formula in torch 2.9 and 2.14.
 
 import contextlib
 import gc
-import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.benchmark import Timer
 from torch.utils.flop_counter import flop_registry
 
-from cpvt_det.common.errors import UnknownNameError
 from cpvt_det.common.memory import peak, reset_peak, resident, trim_heap
 from cpvt_det.layers.attention import DeformableAttention
 from cpvt_det.models.image_model import belongs_to_part
@@ -42,7 +40,6 @@ REST = "rest"
 SAMPLE_COST = 5
 """Multiply-adds per channel of a sample: bilinear interpolation and the weighted sum (arXiv 2010.04159, appendix A.1)."""
 MIN_SECONDS = 1.0  # shortest time to measure
-MIN_CALLS = 3
 
 
 @dataclass
@@ -60,40 +57,20 @@ class Costs:
     activations: dict[str, int] = field(default_factory=dict)
 
 
-def find_parts(detector: nn.Module, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Parts chosen by the user, in the form of :data:`PARTS`.
-
-    Args:
-        detector: detector that contains the parts.
-        names: names that :func:`cpvt_det.models.image_model.belongs_to_part` takes: ``encoder``, ``encoder.layers.0``,
-            ``backbone.body.layer1``.
-
-    Raises:
-        UnknownNameError: a name that no module and no parameter has.
-    """
-    known = [name for name, _ in [*detector.named_modules(), *detector.named_parameters()] if name]
-    for name in names:
-        if not any(belongs_to_part(other, name) for other in known):
-            first = {other.removeprefix("transformer.").partition(".")[0] for other in known} - {"transformer"}
-            raise UnknownNameError("part of the model (--parts)", name, first)
-    return {name: (name,) for name in names}
-
-
-def count_costs(detector: nn.Module, images: Tensor, padding_mask: Tensor, parts: Mapping[str, Sequence[str]] = PARTS) -> Costs:
+def count_costs(detector: nn.Module, images: Tensor, padding_mask: Tensor) -> Costs:
     """Count one inference.
 
     Args:
         detector: a detector in evaluation mode; not changed.
         images: (B, 3, H, W) float, normalised.
         padding_mask: (B, H, W) bool, True = padded.
-        parts: part -> names of its modules and parameters.
 
     Returns:
         The costs by part; ``"rest"`` has the costs outside all parts.
     """
-    costs = Costs(*(dict.fromkeys((*parts, REST), 0) for _ in range(3)))
+    costs = Costs(*(dict.fromkeys((*PARTS, REST), 0) for _ in range(3)))
     for name, parameter in detector.named_parameters():
-        costs.parameters[part_of(name, parts)] += parameter.numel()
+        costs.parameters[part_of(name)] += parameter.numel()
     running = [REST]
 
     def book(multiply_adds: int, activations: int) -> None:
@@ -107,7 +84,7 @@ def count_costs(detector: nn.Module, images: Tensor, padding_mask: Tensor, parts
 
     with torch.no_grad(), contextlib.ExitStack() as hooks, _Products(book), _Attention(book):
         for name, module in detector.named_modules():
-            part = part_of(name, parts)
+            part = part_of(name)
             if part != REST:
                 hooks.enter_context(module.register_forward_pre_hook(lambda _, args, part=part: running.append(part)))
                 hooks.enter_context(module.register_forward_hook(lambda _, args, out: running.pop() and None))
@@ -117,9 +94,9 @@ def count_costs(detector: nn.Module, images: Tensor, padding_mask: Tensor, parts
     return costs
 
 
-def part_of(name: str, parts: Mapping[str, Sequence[str]]) -> str:
+def part_of(name: str) -> str:
     """The part of a module or parameter, by its name in the detector."""
-    found = [(len(prefix), part) for part, prefixes in parts.items() for prefix in prefixes if belongs_to_part(name, prefix)]
+    found = [(len(prefix), part) for part, prefixes in PARTS.items() for prefix in prefixes if belongs_to_part(name, prefix)]
     return max(found)[1] if found else REST
 
 
@@ -174,8 +151,6 @@ def measure(detector: nn.Module, images: Tensor, padding_mask: Tensor) -> tuple[
     @torch.no_grad()
     def call() -> None:
         detector(images, padding_mask)
-        if images.is_cuda:
-            torch.cuda.synchronize()
 
     call()
     if images.is_cuda:
@@ -190,9 +165,5 @@ def measure(detector: nn.Module, images: Tensor, padding_mask: Tensor) -> tuple[
         before = resident()
         call()
         took = max(0, peak() - before)
-    seconds: list[float] = []
-    while sum(seconds) < MIN_SECONDS or len(seconds) < MIN_CALLS:
-        start = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds), took
+    timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+    return timer.blocked_autorange(min_run_time=MIN_SECONDS).median, took

@@ -191,12 +191,6 @@ CASES = [
         guard=Cut("cli/analyze.py", "if small:", "if False:"),
     ),
     Case(
-        "analyze: a part that is not there",
-        analyze("--parts", "encodr"),
-        "unknown part of the model (--parts) 'encodr' (did you mean 'encoder'?)",
-        guard=Cut("visualize/costs.py", "if not any(belongs_to_part(other, name) for other in known):", "if False:"),
-    ),
-    Case(
         "analyze: no such config",
         lambda _: call("analyze", "--config-file", "nowhere.yaml"),
         "no config file 'nowhere.yaml'",

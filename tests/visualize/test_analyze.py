@@ -13,9 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cpvt_det.builders import build_detector
 from cpvt_det.cli import main
-from cpvt_det.common.errors import UnknownNameError
 from cpvt_det.ops import routes
-from cpvt_det.visualize.costs import PARTS, count_costs, find_parts, measure, part_of
+from cpvt_det.visualize.costs import count_costs, measure, part_of
 
 SIZE = (48, 80)
 
@@ -174,25 +173,8 @@ def test_counting_leaves_no_hooks_and_changes_nothing():
 
 
 def test_the_longest_name_decides():
-    assert [part_of(name, PARTS) for name in ("position", "position.pegs.0.0.conv", "transformer.encoder.layers.0")] == [
-        "position",
-        "PEG",
-        "encoder",
-    ]
-    assert part_of("transformer", PARTS) == part_of("positional", PARTS) == "rest"
-
-
-def test_parts_of_ones_own_add_up():
-    detector, batch = make()
-    whole = count_costs(detector, batch.images, batch.padding_mask)
-    parts = find_parts(detector, ["decoder.layers.0", "decoder.layers.1", "backbone.body.conv1"])
-    costs = count_costs(detector, batch.images, batch.padding_mask, parts)
-    layers = [costs.multiply_adds[f"decoder.layers.{n}"] for n in (0, 1)]
-    assert layers[0] == layers[1] and sum(layers) == whole.multiply_adds["decoder"]
-    assert costs.parameters["backbone.body.conv1"] == 64 * 3 * 49
-    assert sum(costs.multiply_adds.values()) == sum(whole.multiply_adds.values())
-    with pytest.raises(UnknownNameError, match=r"unknown part of the model \(--parts\) 'decodre' \(did you mean 'decoder'\?\)"):
-        find_parts(detector, ["decodre"])
+    names = ("position", "position.pegs.0.0.conv", "transformer.encoder.layers.0", "transformer", "positional")
+    assert [part_of(name) for name in names] == ["position", "PEG", "encoder", "rest", "rest"]
 
 
 def test_memory_is_that_of_one_call(monkeypatch):
@@ -229,8 +211,6 @@ def test_tables_are_printed_by_command(tmp_path, monkeypatch):
     assert rows["encoder"][3] == f"{costs.activations['encoder'] / 1e6:.4g}"
     assert rows["48x80"][0] == "48x80" and rows["33x33"][0] == "40x40"  # the canvas, in the last table of that name
     assert "PEG's share at" in rows and "rest" not in rows
-    result = CliRunner().invoke(main, [*words, "--parts", "encoder,decoder"])
-    assert result.exit_code == 0 and "| rest " in result.output and "PEG's share" not in result.output
 
 
 @pytest.mark.detectron2
