@@ -7,7 +7,6 @@ from pathlib import Path
 
 import click
 import torch
-from tabulate import tabulate
 
 from cpvt_det import builders
 from cpvt_det.checkpoint.trained import Trained, load_trained
@@ -126,11 +125,8 @@ def position(sources: tuple[str, ...], output: Path, size: str, source: str, con
         if model not in dense:
             click.echo(f"not in attention.png: {model.name}, which has no attention between all tokens")
     if dense:
-        drawn = draw_attention_by_position(dense, images, output / "attention.png")
+        draw_attention_by_position(dense, images, output / "attention.png")
         click.echo(output / "attention.png")
-        headers = ("", "encoder layer", "on itself, x even", "mean distance, cells", "distance if even")
-        rows = [(name, p.layer, p.on_itself(), p.distance(), p.even_distance()) for name, p in drawn]
-        click.echo(tabulate(rows, headers, tablefmt="github", floatfmt=".2f"))
 
 
 @show.command(context_settings=RUN_CONTEXT)

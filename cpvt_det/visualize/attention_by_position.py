@@ -51,19 +51,6 @@ class AttentionByPosition:
         """The mean weight of a query's own cell, in multiples of uniform attention."""
         return self.pairs().diagonal().mean().item()
 
-    def distance(self) -> float:
-        """The mean distance from query to key, in cells."""
-        return (self.weights.flatten(0, 1).flatten(1) * _distances(self.shape)).sum(1).mean().item()
-
-    def even_distance(self) -> float:
-        """The value that :meth:`distance` would have if all weights were equal."""
-        return _distances(self.shape).mean().item()
-
-
-def _distances(shape: Size) -> Tensor:
-    y, x = (axis.flatten().float() for axis in torch.meshgrid(torch.arange(shape[0]), torch.arange(shape[1]), indexing="ij"))
-    return torch.hypot(y[:, None] - y, x[:, None] - x)
-
 
 def dense_models(models: Sequence[NamedDetector]) -> list[NamedDetector]:
     """The models whose encoder has layers and attends to all tokens."""
@@ -108,9 +95,7 @@ def mean_attention(
     return AttentionByPosition(layer, (total / len(images)).view(*shape, *shape).cpu())
 
 
-def draw_attention_by_position(
-    models: Sequence[NamedDetector], images: Sequence[Tensor], path: Path
-) -> list[tuple[str, AttentionByPosition]]:
+def draw_attention_by_position(models: Sequence[NamedDetector], images: Sequence[Tensor], path: Path) -> None:
     """Draw the attention of several DETRs side by side. The same layer is drawn for all: the first one that comes after every
     model's encoding.
 
@@ -118,15 +103,11 @@ def draw_attention_by_position(
         models: result of :func:`dense_models`, at least one.
         images: (3, h, w) uint8 each, all of one size.
         path: path of the picture.
-
-    Returns:
-        Names of the models, and the attention drawn for each.
     """
     layer = max((part.seen_by for model in models for part in added_by(model.detector, images[:1])[0]), default=0)
     found = [(model.name, average_attention(model.detector, images, layer)) for model in models]
     title = f"Encoder attention by position, mean over heads and {len(images)} images, in multiples of even attention"
     draw_found(found, title, path)
-    return found
 
 
 def draw_found(found: Sequence[tuple[str, AttentionByPosition]], title: str, path: Path) -> None:
