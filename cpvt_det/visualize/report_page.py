@@ -3,13 +3,11 @@
 follow it.
 
 At each threshold, the page counts in the browser in the same way as :mod:`cpvt_det.evaluation` counts at a single threshold. The
-slider moves in steps of a thousandth and scores are rounded down to thousandths, so that both counts agree. For a very large data
-set, the slider has fewer positions, so that the counts fit into the page.
+slider moves in steps of a thousandth and scores are rounded down to thousandths, so that both counts agree.
 """
 
 import math
 import re
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,9 +29,7 @@ STEPS = 1000
 MOST_IMAGES = 500
 """Largest number of embedded images, which are those with the most mistakes. The figures count all images."""
 MOST_BYTES = 19_000_000
-GRIDS = (1, 2, 5, 10, 20, 50, 100)
-"""Distances between the slider's positions, in steps. The first one whose data leave half of ``MOST_BYTES`` to the images is used,
-or the last one if none does."""
+"""Size of the page up to which its images are scaled down to fit."""
 SMALL, LARGE = 32**2, 96**2  # pixels: COCO's limits of the area of a medium object
 
 Row = list[Any]
@@ -64,20 +60,18 @@ def write_report_page(
     for label, (name, curve) in enumerate(zip(dataset.classes.names, curves, strict=True)):
         precision = 100 * curve.average_precision() if curve.num_objects else None
         classes.append({"name": name, "color": hex_color(label), "AP50": precision, "best": _best_step(curve)})
-    content = _fitted(
-        {
-            "dataset": dataset.name,
-            "images": len(matches.image_ids),
-            "threshold": int(step_of(threshold)),
-            "best": _best_step(pooled_curve(curves)),
-            "figures": {  # for all classes together; None if there is no ground truth for a figure
-                name: None if math.isnan(value) else value for name, value in figures["bbox"].items() if not name.startswith("AP-")
-            },
-            "classes": classes,
-            **_counts(matches, len(dataset.classes)),
-            "shown": [_image(matches, index, record) for index, record in zip(shown, records, strict=True)],
-        }
-    )
+    content = {
+        "dataset": dataset.name,
+        "images": len(matches.image_ids),
+        "threshold": int(step_of(threshold)),
+        "best": _best_step(pooled_curve(curves)),
+        "figures": {  # for all classes together; None if there is no ground truth for a figure
+            name: None if math.isnan(value) else value for name, value in figures["bbox"].items() if not name.startswith("AP-")
+        },
+        "classes": classes,
+        **_counts(matches, len(dataset.classes)),
+        "shown": [_image(matches, index, record) for index, record in zip(shown, records, strict=True)],
+    }
     left = max(0, MOST_BYTES - len(build_page("report.html", content)))
     for entry, record in zip(content["shown"], records, strict=True):
         entry["src"] = embed_image(read_image(record.file_name), left / len(shown))
@@ -90,27 +84,6 @@ def step_of(scores: float | np.ndarray) -> np.ndarray:
     """The highest step of the slider that each score passes; -1 for the score -1, which passes no step."""
     steps = STEPS * np.asarray(scores) + 1e-6  # in floating point, 0.29 is 289.99999999999994 thousandths
     return np.maximum(-1, steps.astype(int))
-
-
-def _fitted(content: dict[str, Any]) -> dict[str, Any]:
-    """The data of the page, with a ``grid`` from ``GRIDS``. The slider stops only at multiples of the grid, because the page
-    contains exact counts only for these."""
-    for grid in GRIDS:
-        tables = {name: _on_grid(content[name], grid) for name in ("objects", "false", "confusion")}
-        starts = {name: content[name] and content[name] // grid * grid for name in ("threshold", "best")}
-        fitted = {**content, **tables, **starts, "grid": grid}
-        if len(build_page("report.html", fitted)) <= MOST_BYTES / 2:
-            break
-    return fitted
-
-
-def _on_grid(rows: Sequence[Row], grid: int) -> list[Row]:
-    """Lower the steps to multiples of the grid, and merge rows that then have the same step. Each row ends with a step and a count;
-    a step of -1 remains the lowest."""
-    counts: Counter = Counter()
-    for *key, step, count in rows:
-        counts[(*key, step // grid * grid)] += count
-    return [[*key, count] for key, count in counts.items()]
 
 
 def _sizes(objects: np.ndarray) -> np.ndarray:

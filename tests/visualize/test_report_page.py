@@ -22,8 +22,8 @@ from cpvt_det.visualize.report_page import step_of, write_report_page
 NAMES = {7: "cat", 3: "<b>dog</b>", 90: "</script><script>window.broken = 1</script>"}
 
 
-def confused_world(seed, spread=0.0):
-    """A random world and its evaluator; in it every fifth detection has the next class, and scores, which are tenths, are spread.
+def confused_world(seed):
+    """A random world and its evaluator; in it every fifth detection has the next class.
 
     One image has what counts in the confusion matrix alone: a detection in a crowd of its class, on an object of another one, and
     the last of 105 detections of one class.
@@ -43,7 +43,6 @@ def confused_world(seed, spread=0.0):
     for image_id, found in detected.items():
         if found is not detected[image_id]:
             found.labels[::5] = (found.labels[::5] + 1) % 3
-        found.scores.mul_(1 - spread * torch.linspace(0, 1, len(found.scores)))
         evaluator.add(image_id, found)
     return truth, evaluator
 
@@ -51,8 +50,8 @@ def confused_world(seed, spread=0.0):
 class World:
     """A random data set on disk, its detections, and its page."""
 
-    def __init__(self, folder, seed=1, spread=0.0):
-        truth, evaluator = confused_world(seed, spread)
+    def __init__(self, folder, seed=1):
+        truth, evaluator = confused_world(seed)
         for number, image in enumerate(truth["images"]):
             image |= {"file_name": f"{number}.png", "width": 620, "height": 560}
             Image.new("RGB", (62, 56), (number, 120, 90)).save(folder / f"{number}.png")
@@ -118,22 +117,6 @@ def test_no_folder_and_no_key_is_in_the_page(world):
     assert report_page._base_name("C:\\photos\\what?.jpg") == "what?.jpg"
 
 
-@pytest.fixture(scope="module")
-def coarse(tmp_path_factory):
-    """The same world with scores that differ and so little room that its counts are kept at every 50th step."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report_page, "MOST_BYTES", 161_000)
-        return World(tmp_path_factory.mktemp("coarse"), spread=0.3).write(threshold=0.32)
-
-
-def test_data_that_leave_no_room_are_counted_at_fewer_steps(world, coarse, tmp_path, monkeypatch):
-    assert (world.content["grid"], coarse.content["grid"], coarse.content["threshold"]) == (1, 50, 300)
-    assert coarse.path.stat().st_size < 161_000
-    monkeypatch.setattr(report_page, "MOST_BYTES", 1000)
-    smallest = World(tmp_path).write().content
-    assert smallest["grid"] == 100 and all(one["src"] for one in smallest["shown"])
-
-
 def test_of_many_images_those_with_most_mistakes_are_shown(tmp_path, monkeypatch, world):
     monkeypatch.setattr(report_page, "MOST_IMAGES", 5)
     few = World(tmp_path).write().content
@@ -157,18 +140,6 @@ def test_the_slider_counts_what_the_evaluation_counts(tab, world):
     for step in (0, 1, 299, 300, 301, 700, 1000):
         tab.slide("threshold", step)
         require_counts(tab, world, step)
-
-
-def test_a_coarse_slider_counts_what_the_evaluation_counts(browser, coarse):
-    tab = Tab(browser)
-    tab.page.goto(coarse.path.as_uri())
-    assert tab.texts("#score") == ["0.300"]
-    for step in (0, 50, 700, 1000):
-        tab.slide("threshold", step)
-        require_counts(tab, coarse, step)
-    tab.slide("threshold", 333)
-    assert tab.texts("#score") == ["0.350"] and tab.errors == []
-    tab.page.close()
 
 
 def require_counts(tab, world, step):

@@ -17,6 +17,7 @@ from cpvt_det.common.structures import level_padding_mask
 from cpvt_det.data.coco import load_coco
 from cpvt_det.position import POSITION_REGISTRY
 from cpvt_det.visualize import attention as drawing
+from cpvt_det.visualize import attention_by_position as by_position
 from cpvt_det.visualize import data as feeding
 from cpvt_det.visualize.attention_by_position import AttentionByPosition, average_attention
 from cpvt_det.visualize.figures import new_grid
@@ -159,7 +160,10 @@ def write_config(folder, name, **more):
     return path
 
 
-def test_encodings_are_drawn_side_by_side(tmp_path):
+def test_encodings_are_drawn_side_by_side(tmp_path, monkeypatch):
+    """The attention is that of the first layer after every encoding; the last model alone has a layer after its PEG."""
+    found, draw = [], by_position.draw_found
+    monkeypatch.setattr(by_position, "draw_found", lambda pairs, *more: found.extend(pairs) or draw(pairs, *more))
     configs = [write_config(tmp_path, name, MODEL__POSITION__NAME=name) for name in ("none", "peg")]
     weights = save_random(tmp_path / "run" / "model.pth", MODEL__POSITION__NAME="sine+peg", MODEL__DETR__ENC_LAYERS=2)
     result = call("show", "position", *configs, weights, "--output", tmp_path / "out", "--size", "40x64")
@@ -167,6 +171,8 @@ def test_encodings_are_drawn_side_by_side(tmp_path):
     pictures = [str(tmp_path / "out" / f"{name}.png") for name in ("added", "kernels", "attention")]
     lines = result.output.splitlines()
     assert lines == pictures and all(Image.open(path).width > 300 for path in pictures)
+    names = ["none, random weights", "peg, random weights", "sine+peg, run/model.pth"]
+    assert [(name, attention.layer) for name, attention in found] == list(zip(names, (0, 0, 1), strict=True))
 
 
 def test_deformable_detr_has_no_attention_by_place(tmp_path):

@@ -92,7 +92,7 @@ const NAMES = { f1: ["F1", BLUE], precision: ["precision", GREEN, "6 3"], recall
 let drawnCurves = {}; // {label, overRecall, overScore}
 
 function buildCurves() {
-  const steps = Array.from({ length: STEPS / data.grid + 1 }, (_, i) => STEPS - i * data.grid);
+  const steps = Array.from({ length: STEPS + 1 }, (_, i) => STEPS - i);
   const points = steps.map((step) => ({ score: step / STEPS, ...figuresAt(chosen(), step) }));
   const line = (x, y) => points.filter((one) => !Number.isNaN(one[x]) && !Number.isNaN(one[y])).map((one) => [one[x], one[y]]);
   const of = state.label === null ? "all classes" : className(state.label);
@@ -214,7 +214,6 @@ function start() {
   byId("summary").textContent = `${plural(data.images, "image")}, ${plural(sum([...numObjects]), "object")} of ${CLASSES}.`;
   const values = figures.map(([, value]) => element("td", {}, value === null ? "n/a" : value.toFixed(1)));
   byId("figures").append(headOf(figures.map(([name]) => name)), element("tbody", {}, element("tr", {}, ...values)));
-  byId("threshold").step = data.grid;
   byId("threshold").value = state.threshold;
   byId("threshold").oninput = (event) => {
     state.threshold = Number(event.target.value);
