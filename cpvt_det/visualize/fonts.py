@@ -7,7 +7,6 @@ import itertools
 import logging
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
 
 from PIL import ImageDraw, ImageFont
 
@@ -18,18 +17,6 @@ LAST_RESORT = "Last"
 UPRIGHT = ("Regular", "Book", "Normal", "Roman", "Medium")
 _missing: set[str] = set()
 """Characters found so far that no font has; the first one caused a warning."""
-
-
-class Face(NamedTuple):
-    """A font of the system.
-
-    Attributes:
-        family: family name of the font in matplotlib.
-        file: path of the font.
-    """
-
-    family: str
-    file: str
 
 
 class Text:
@@ -44,11 +31,11 @@ class Text:
     """
 
     def __init__(self, text: str, size: float):
-        faces = fallbacks(text)
+        files = fallbacks(text)
         self._parts: list[tuple[float, str, ImageFont.FreeTypeFont]] = []
         end, boxes = 0.0, [(0.0, 0.0, 0.0, 0.0)]
-        for face, characters in itertools.groupby(text, faces.get):
-            font, part = load_font(face.file if face else None, size), "".join(characters)
+        for file, characters in itertools.groupby(text, files.get):
+            font, part = load_font(file, size), "".join(characters)
             left, top, right, bottom = font.getbbox(part, anchor="ls")
             boxes.append((end + left, top, end + right, bottom))
             self._parts.append((end, part, font))
@@ -69,8 +56,8 @@ def load_font(file: str | None, size: float) -> ImageFont.FreeTypeFont:
     return ImageFont.truetype(file, size) if file else ImageFont.load_default(size)
 
 
-def fallbacks(text: str) -> dict[str, Face]:
-    """A system font for each character of a text that DejaVu Sans lacks.
+def fallbacks(text: str) -> dict[str, str]:
+    """The path of a system font for each character of a text that DejaVu Sans lacks.
 
     Characters that no font has are drawn as boxes; a warning names them once.
     """
@@ -80,11 +67,12 @@ def fallbacks(text: str) -> dict[str, Face]:
 def families(text: str) -> list[str]:
     """Names of the fonts that matplotlib needs for a text."""
     from matplotlib.font_manager import fontManager
+    from matplotlib.ft2font import FT2Font
 
-    faces = dict.fromkeys(fallbacks(text).values())
-    for face in faces:
-        fontManager.addfont(face.file)
-    return ["DejaVu Sans", *(face.family for face in faces)]
+    files = dict.fromkeys(fallbacks(text).values())
+    for file in files:
+        fontManager.addfont(file)
+    return ["DejaVu Sans", *(FT2Font(file).family_name for file in files)]
 
 
 @functools.cache
@@ -96,16 +84,26 @@ def _dejavu() -> str | None:
 
 
 @functools.cache
-def _fallbacks(characters: str) -> dict[str, Face]:
+def _fallbacks(characters: str) -> dict[str, str]:
+    """Fonts with more of the characters come first, then upright ones."""
+    from matplotlib.font_manager import findSystemFonts
     from matplotlib.ft2font import FT2Font
 
     own = FT2Font(_dejavu())
     left = {character for character in characters if character.isprintable() and not own.get_char_index(ord(character))}
-    covered = _covered_by_system(left) if left else {}
-    found: dict[str, Face] = {}
-    while left and (face := max(covered, key=lambda face: len(covered[face] & left), default=None)) and covered[face] & left:
-        found |= dict.fromkeys(covered[face] & left, face)
-        left -= covered[face]
+    fonts = []
+    for file in findSystemFonts() if left else ():  # not matplotlib's own list, which lacks fonts installed later
+        try:
+            font = FT2Font(file)
+        except (OSError, RuntimeError):  # a damaged font
+            continue
+        has = {character for character in left if font.get_char_index(ord(character))}
+        if font.scalable and not font.family_name.lstrip(".").startswith(LAST_RESORT):
+            fonts.append((-len(has), font.style_name not in UPRIGHT, file, has))
+    found: dict[str, str] = {}
+    for *_, file, has in sorted(fonts):
+        found |= dict.fromkeys(has & left, file)
+        left -= has
     if left and not _missing:
         logger.warning(
             "No font on this system has all the characters of the names, such as %s; pictures show empty boxes in their place. On "
@@ -115,20 +113,3 @@ def _fallbacks(characters: str) -> dict[str, Face]:
         )
     _missing.update(left)
     return found
-
-
-def _covered_by_system(characters: set[str]) -> dict[Face, set[str]]:
-    """System fonts, upright ones first, each with the given characters that it contains."""
-    from matplotlib.font_manager import findSystemFonts
-    from matplotlib.ft2font import FT2Font
-
-    covered: dict[bool, dict[Face, set[str]]] = {True: {}, False: {}}
-    for file in sorted(findSystemFonts()):  # not matplotlib's own list, which lacks fonts installed later
-        try:
-            font = FT2Font(file)
-        except (OSError, RuntimeError):  # a damaged font
-            continue
-        has = {character for character in characters if font.get_char_index(ord(character))}
-        if has and font.scalable and not font.family_name.lstrip(".").startswith(LAST_RESORT):
-            covered[font.style_name in UPRIGHT][Face(font.family_name, file)] = has
-    return covered[True] | covered[False]
