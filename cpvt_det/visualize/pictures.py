@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from PIL import Image, ImageDraw
 from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
@@ -63,11 +62,8 @@ def draw_panel(
         class_names: the name of each class.
         title: text above the image.
         scored, height: as in :func:`draw_objects`.
-
-    Raises:
-        TypeError, ValueError: as in :func:`draw_comparison`.
     """
-    picture = draw_objects(image, objects, class_names, scored, title, height)
+    picture = draw_objects(image, objects, class_names, scored, height)
     size = max(16, min(picture.size) // 30)
     strip, (ascent, descent) = round(1.6 * size), load_font(None, size).getmetrics()
     canvas = Image.new("RGB", (picture.width, picture.height + strip), "white")
@@ -100,10 +96,6 @@ def draw_comparison(
 
     Returns:
         The panels on white, each below its title.
-
-    Raises:
-        TypeError: an image that is not uint8.
-        ValueError: an image that is not (3, H, W), a box that is not finite, or a label without a name.
     """
     detections = detections.cpu()
     keep = detections.scores >= score_threshold
@@ -125,7 +117,6 @@ def draw_objects(
     objects: Detections,
     class_names: Sequence[str],
     scored: bool = True,
-    what: str = "the picture",
     height: int | None = None,
     notes: Sequence[str] | None = None,
 ) -> Image.Image:
@@ -136,14 +127,9 @@ def draw_objects(
         objects: boxes in pixels of ``image``.
         class_names: the name of each class.
         scored: whether to write scores next to the names.
-        what: name of the picture in error messages.
         height: height that the image is resized to, instead of being enlarged.
         notes: text after the label of each object, such as its track.
-
-    Raises:
-        TypeError, ValueError: as in :func:`draw_comparison`.
     """
-    _check(image, objects, class_names, what)
     if height is None:
         scale: float = max(1, min(-(-MIN_SIDE // min(image.shape[1:])), MAX_SIDE // max(image.shape[1:])))
         picture = to_pil_image(image.cpu().repeat_interleave(scale, 1).repeat_interleave(scale, 2))
@@ -163,19 +149,6 @@ def draw_objects(
         text = Text((f"{class_names[label]} {score:.2f}" if scored else class_names[label]) + note, font_size)
         _draw_label(draw, text, box, class_color(label), picture.size, taken)
     return picture
-
-
-def _check(image: Tensor, objects: Detections, class_names: Sequence[str], what: str) -> None:
-    """Refuse images and objects that cannot be drawn."""
-    if image.dtype != torch.uint8:
-        raise TypeError(f"expected an image of dtype uint8, got {image.dtype}; use (255 * image).byte() for [0, 1]")
-    if image.ndim != 3 or image.shape[0] != 3 or 0 in image.shape:
-        raise ValueError(f"expected an image of shape (3, H, W), got {tuple(image.shape)}")
-    if not objects.boxes_xyxy.isfinite().all():
-        raise ValueError(f"cannot draw boxes that are not finite, in {what!r}")
-    unnamed = [label for label in objects.labels.tolist() if not 0 <= label < len(class_names)]
-    if unnamed:
-        raise ValueError(f"label {unnamed[0]} has no name among {len(class_names)} classes, in {what!r}")
 
 
 def save_comparisons(
@@ -219,15 +192,10 @@ def save_contact_sheet(pictures: Sequence[Image.Image], path: str | os.PathLike[
     """Write pictures, row by row on white, as one PNG.
 
     Args:
-        pictures: pictures of any sizes.
+        pictures: pictures of any sizes; at least one.
         path: path of the PNG; missing folders are created.
         columns: number of pictures per row.
-
-    Raises:
-        ValueError: no pictures, or fewer than one column.
     """
-    if not pictures or columns < 1:
-        raise ValueError(f"expected at least one picture and one column, got {len(pictures)} and {columns}")
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     _arrange(pictures, columns).save(path, format="PNG")
 
