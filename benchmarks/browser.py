@@ -137,7 +137,7 @@ def _write_report(photos: Sequence[Path], count: int, folder: Path) -> Path:
     truth = {"images": images, "annotations": annotations, "categories": [{"id": k, "name": name} for k, name in enumerate(names)]}
     (folder / "truth.json").write_text(json.dumps(truth), encoding="utf-8")
     dataset = load_coco(DatasetFiles("photographs", folder / "truth.json", folder))
-    evaluator = CocoEvaluator(dataset.records, range(20), names)
+    evaluator = CocoEvaluator(dataset.records, dataset.classes)
     for image in images:
         boxes, scores = torch.from_numpy(_boxes(rng, image, 100)), torch.from_numpy(rng.random(100))
         evaluator.add(image["id"], Detections(boxes, scores, torch.from_numpy(rng.integers(0, 20, 100))))

@@ -42,7 +42,7 @@ from cpvt_det.common.files import write_json
 from cpvt_det.common.memory import usable_cores
 from cpvt_det.common.registry import import_words
 from cpvt_det.data.coco import CocoDataset
-from cpvt_det.evaluation.matches import ground_truth_of
+from cpvt_det.evaluation.matches import GroundTruth
 
 ROOT = Path(__file__).resolve().parent.parent
 OF_A_PLACE = ("OUTPUT_DIR", "DATASETS")
@@ -80,7 +80,7 @@ def write_split(root: Path, datasets: list[CocoDataset]) -> None:
             found["images"].append({"id": number, "file_name": name, "height": one.height, "width": one.width})
             id_of[one.image_id] = number
         ids = [names.index(name) for name in dataset.classes.names]
-        for one in ground_truth_of(dataset.records, dataset.classes.ids).annotations(ids, range(len(ids))):
+        for one in GroundTruth(dataset.records.image_ids, *dataset.records.boxes()).annotations(ids):
             found["annotations"].append(one | {"id": first_annotation + one["id"], "image_id": id_of[one["image_id"]]})
     categories = [{"id": number, "name": name} for number, name in enumerate(names)]
     write_json(found | {"categories": categories}, root / "_annotations.coco.json")

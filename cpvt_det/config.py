@@ -40,7 +40,6 @@ def get_cfg() -> CfgNode:
     cfg.TEST.IMS_PER_BATCH = 1  # evaluation batch size over all processes; every process takes at least one image
     cfg.TEST.DETECTIONS_PER_IMAGE = 100  # largest number of detections per image; should not be below the largest number of objects
     cfg.TEST.NMS = 1.0  # if the IoU of two detections of a class exceeds this, the worse one gets score 0; 1: no NMS
-    cfg.TEST.EVALUATOR = "faster_coco_eval"  # faster_coco_eval, or pycocotools, the reference implementation
     cfg.TEST.BEST_FIGURE = ""  # metric that selects the best checkpoint, such as AP50 or AP-cat; empty: the main one, such as AP
     cfg.TEST.TILES = CfgNode()
     cfg.TEST.TILES.SIZE = 0  # side of the tiles into which larger images are cut, in pixels, at least 32; 0: no tiles

@@ -66,7 +66,7 @@ def main(iterations: int = 20) -> dict[str, float]:
 
     # Evaluation.
     model.eval()
-    evaluator = CocoEvaluator(val.records, val.classes.ids, val.classes.names)
+    evaluator = CocoEvaluator(val.records, val.classes)
     with torch.no_grad():
         for sample in map(resize, val.records):
             batch = model.preprocess([sample["image"]])

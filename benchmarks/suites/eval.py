@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,9 @@ from torch import Tensor
 from benchmarks.harness import ROUNDS, Case, Contender, Plan, Work
 from benchmarks.peers import detectron2_coco_eval
 from benchmarks.suites import Options
+from cpvt_det.common.class_names import Classes
 from cpvt_det.common.structures import Detections
+from cpvt_det.data.records import BOX, IMAGE, Records, Table
 from cpvt_det.evaluation.coco import CocoEvaluator
 
 TITLE = "COCO evaluation"
@@ -115,8 +118,8 @@ def draw_detections(rng: np.random.Generator, boxes: np.ndarray, labels: np.ndar
 def make_work(name: str, images: int, options: Options) -> Work:
     """All contenders; the first one is pycocotools, which is always installed.
 
-    ``faster_coco_eval`` is our default backend, used directly, with the classes that its README puts in the place of pycocotools':
-    the difference from ``cpvt_det`` is what our layer around it costs or saves.
+    ``faster_coco_eval`` is what we call, used directly, with the classes that its README puts in the place of pycocotools': the
+    difference from ``cpvt_det`` is what our layer around it costs or saves.
     """
     from faster_coco_eval import COCO as FasterCOCO
     from faster_coco_eval import COCOeval_faster
@@ -132,28 +135,36 @@ def make_work(name: str, images: int, options: Options) -> Work:
     else:
         left_out["detectron2 COCOeval_opt"] = "detectron2 with its compiled part is not installed"
     contenders = [Contender(shown, partial(quietly, make(inputs, *pair)), peer=True) for shown, pair in classes.items()]
-    for shown, backend in (("cpvt_det", "faster_coco_eval"), ("cpvt_det, backend pycocotools", "pycocotools")):
-        if name == CASES[0]:
-            contenders.append(Contender(shown, partial(our_whole_path, inputs, backend)))
-        elif backend == "faster_coco_eval":
-            contenders.append(Contender(shown, partial(our_evaluate, filled(inputs, backend))))
-        else:
-            left_out[shown] = "this step of it is pycocotools itself"
+    ours = partial(our_whole_path, inputs) if name == CASES[0] else partial(our_evaluate, filled(inputs))
+    contenders.append(Contender("cpvt_det", ours))
     return Work(contenders, TOLERANCE, left_out)
 
 
 Figures = dict[str, Tensor]
 
 
-def our_whole_path(inputs: Inputs, backend: str) -> Figures:
-    return our_evaluate(filled(inputs, backend))
+def our_whole_path(inputs: Inputs) -> Figures:
+    return our_evaluate(filled(inputs))
 
 
-def filled(inputs: Inputs, backend: str) -> CocoEvaluator:
-    evaluator = CocoEvaluator(inputs.ground_truth, range(1, CLASSES + 1), [str(label) for label in range(CLASSES)], backend)
+def filled(inputs: Inputs) -> CocoEvaluator:
+    names = tuple(str(label) for label in range(CLASSES))
+    evaluator = CocoEvaluator(records_of(inputs.ground_truth), Classes(tuple(range(1, CLASSES + 1)), names))
     for image_id, detections in inputs.found.items():
         evaluator.add(image_id, detections)
     return evaluator
+
+
+def records_of(ground_truth: dict[str, list[dict[str, Any]]]) -> Records:
+    """The ground truth, whose annotations are in the order of their images, as our evaluator takes it."""
+    keys = ("bbox", "area", "id", "category_id", "iscrowd")
+    boxes = np.array([tuple(one[key] for key in keys) for one in ground_truth["annotations"]], dtype=BOX)
+    boxes["label"] -= 1
+    images = np.zeros(len(ground_truth["images"]), dtype=IMAGE)
+    images["id"] = [image["id"] for image in ground_truth["images"]]
+    images["count"] = np.bincount([one["image_id"] for one in ground_truth["annotations"]], minlength=len(images) + 1)[1:]
+    images["first"] = np.cumsum(images["count"]) - images["count"]
+    return Records([(Table(images, np.zeros(0, dtype=np.uint8), boxes), Path())])
 
 
 def our_evaluate(evaluator: CocoEvaluator) -> Figures:

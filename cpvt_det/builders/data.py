@@ -24,7 +24,7 @@ from cpvt_det.data.records import ImageRecord, Records, join
 from cpvt_det.data.shards import open_shards, split_at_shards
 from cpvt_det.data.validation.check import CheckedData, look_at_images
 from cpvt_det.data.validation.issues import Looked, require_no_errors
-from cpvt_det.evaluation.coco import BACKENDS, CocoEvaluator
+from cpvt_det.evaluation.coco import CocoEvaluator
 from cpvt_det.evaluation.tiles import Tiling
 
 
@@ -180,14 +180,11 @@ def check_evaluation(cfg: CfgNode) -> None:
         raise ConfigError(
             f"TEST.PICTURE_THRESHOLD must be a score from 0 to 1, or None for the score with the best F1, got {threshold!r}"
         )
-    if cfg.TEST.EVALUATOR not in BACKENDS:
-        raise UnknownNameError("evaluator (TEST.EVALUATOR)", cfg.TEST.EVALUATOR, BACKENDS)
 
 
-def build_evaluator(cfg: CfgNode, dataset: CocoDataset) -> CocoEvaluator:
-    """The evaluator of ``TEST.EVALUATOR``."""
-    classes = dataset.classes
-    return CocoEvaluator(dataset.records, classes.ids, classes.names, cfg.TEST.EVALUATOR)
+def build_evaluator(dataset: CocoDataset) -> CocoEvaluator:
+    """The evaluator of a test set."""
+    return CocoEvaluator(dataset.records, dataset.classes)
 
 
 def require_rgb(cfg: CfgNode) -> None:

@@ -69,17 +69,6 @@ def gather_to_first(value: Any) -> list[Any]:
     return values or []
 
 
-def scatter_from_first(values: list[Any]) -> Any:
-    """This process's value from process 0's list of picklable values, which has one value per process. Lists of other processes
-    are ignored.
-    """
-    if not is_initialized():
-        return values[0]
-    own = [None]
-    dist.scatter_object_list(own, values if rank() == 0 else None)
-    return own[0]
-
-
 def broadcast_object(value: Any) -> Any:
     """Process 0's picklable value, on every process; values of other processes are ignored."""
     if not is_initialized():

@@ -5,7 +5,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from cpvt_det.common import distributed
 from cpvt_det.evaluation.thresholds import Thresholds
 
 
@@ -30,12 +29,6 @@ class Evaluator(ABC):
     @abstractmethod
     def evaluate(self) -> dict[str, dict[str, float]]:
         """The metrics by group, such as ``{"bbox": {"AP": ...}}``."""
-
-    def evaluate_together(self) -> dict[str, dict[str, float]]:
-        """The same metrics in process 0, which has all answers; an empty dict in the other processes. All processes must call
-        this, so that they can share the work.
-        """
-        return self.evaluate() if distributed.rank() == 0 else {}
 
     def thresholds(self) -> Thresholds | None:
         """The score thresholds to store in a checkpoint; ``None`` for answers without a threshold."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Objects and detections of a test set as arrays, and their matches: the basis of thresholds, curves, confusion and report.
 
-AP itself is computed by the libraries that ``evaluation/coco.py`` calls. Not all of these libraries return their matches, so
-their matching rule is implemented again here.
+AP itself is computed by the library that ``evaluation/coco.py`` calls. It does not return its matches, so its matching rule is
+implemented again here.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from pycocotools import mask
 
-from cpvt_det.data.records import BOX, Records
 from cpvt_det.evaluation.thresholds import Curve
 
 IOU = 0.5
@@ -49,53 +48,17 @@ class GroundTruth:
         most_of_a_class = np.unique(pairs, return_counts=True)[1].max(initial=0)
         return COUNTED if most_of_a_class <= COUNTED else None
 
-    def annotations(self, class_ids: Sequence[int], labels: Sequence[int]) -> list[dict[str, Any]]:
+    def annotations(self, class_ids: Sequence[int]) -> list[dict[str, Any]]:
         """Objects as COCO's annotations, with ids from 1, because 0 means "no match".
 
         Args:
             class_ids: category id of each label.
-            labels: labels of the objects to return.
         """
-        taken = np.isin(self.objects["label"], labels)
-        objects, image_ids = self.objects[taken], self.image_ids[self.image_of[taken]]
-        categories = np.array(class_ids)[objects["label"]]
-        columns = [image_ids, categories, objects["xywh"], objects["area"], objects["crowd"].astype(int)]
+        categories = np.array(class_ids)[self.objects["label"]]
+        columns = [self.image_ids[self.image_of], categories]
+        columns += [self.objects["xywh"], self.objects["area"], self.objects["crowd"].astype(int)]
         rows = enumerate(zip(*(column.tolist() for column in columns), strict=True), start=1)
         return [{"id": n, "image_id": i, "category_id": c, "bbox": b, "area": a, "iscrowd": k} for n, (i, c, b, a, k) in rows]
-
-
-def ground_truth_of(source: Records | dict[str, Any], class_ids: Sequence[int]) -> GroundTruth:
-    """The ground truth in a data set's records, or in a COCO dict.
-
-    Args:
-        source: records, or a dict with ``images``, ``annotations`` and ``categories``. If ``iscrowd`` is missing, the object is
-            not a crowd; if ``area`` is missing, the area is that of the box.
-        class_ids: category id of each label.
-
-    Raises:
-        ValueError: the images do not have distinct integer ids, or an annotation belongs to an unknown image or category.
-    """
-    if isinstance(source, Records):
-        return GroundTruth(source.image_ids, *source.boxes())
-    image_ids = [image["id"] for image in source["images"]]
-    index_of = {image_id: index for index, image_id in enumerate(image_ids)}
-    label_of = {class_id: label for label, class_id in enumerate(class_ids)}
-    if not image_ids or len(index_of) < len(image_ids) or not all(isinstance(key, int) for key in image_ids):
-        raise ValueError(f"the ground truth needs images with distinct integer ids, got {image_ids[:3]}")
-    rows = []
-    for number, annotation in enumerate(source["annotations"]):
-        image_id, class_id, area = annotation["image_id"], annotation["category_id"], annotation.get("area")
-        if image_id not in index_of or class_id not in label_of:
-            raise ValueError(
-                f"annotation id {annotation.get('id')!r} has image id {image_id!r} and category id {class_id!r}; "
-                "the image must be in the ground truth and the category in class_ids"
-            )
-        _, _, width, height = box = annotation["bbox"]
-        area = float(width) * float(height) if area is None else area
-        rows.append((index_of[image_id], (box, area, number, label_of[class_id], bool(annotation.get("iscrowd")))))
-    rows.sort(key=lambda row: row[0])
-    image_of, objects = zip(*rows, strict=True) if rows else ((), ())
-    return GroundTruth(*(np.array(ids, dtype=np.int64) for ids in (image_ids, image_of)), np.array(list(objects), dtype=BOX))
 
 
 class Matches:

@@ -106,13 +106,11 @@ def _evaluate_one(
             for sample, found in zip(samples, task.infer(detector, samples), strict=True):
                 evaluator.add(sample["image_id"], found)
             bar.update(len(samples) * distributed.world_size())
-    is_alone = distributed.world_size() == 1
-    if not is_alone:
-        for state in distributed.gather_to_first(evaluator.state())[1:]:
-            evaluator.merge(state)
-    results = evaluator.evaluate() if is_alone else evaluator.evaluate_together()
+    for state in distributed.gather_to_first(evaluator.state())[1:]:
+        evaluator.merge(state)
     measured = None
     if is_first:
+        results = evaluator.evaluate()
         task.write_outputs(evaluator, folder)
         logger.info("Evaluation on %s:\n%s", dataset.name, task.format_results(results))
         measured = results, evaluator.thresholds() if with_thresholds else None

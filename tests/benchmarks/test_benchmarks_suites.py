@@ -99,12 +99,12 @@ def test_detections_are_many_and_partly_near():
     assert 4 < len(inputs.ground_truth["annotations"]) / 60 < 11
     labels = Counter(label for found in inputs.found.values() for label in found.labels.tolist())
     assert set(labels) <= set(range(eval.CLASSES))
-    figures = eval.our_whole_path(inputs, "faster_coco_eval")
+    figures = eval.our_whole_path(inputs)
     assert 0.1 < figures["AP"] < figures["AP50"] < 0.9
     assert all(0 <= value <= 1 for value in figures.values())
 
 
-def test_both_backends_and_faster_coco_eval_itself_give_the_figures_of_pycocotools():
+def test_we_and_faster_coco_eval_itself_give_the_figures_of_pycocotools():
     for case in eval.CASES:
         work = eval.make_work(case, 20, Options())
         assert [contender.name for contender in work.contenders if contender.peer] == ["pycocotools", "faster_coco_eval"]
@@ -112,7 +112,7 @@ def test_both_backends_and_faster_coco_eval_itself_give_the_figures_of_pycocotoo
 
 
 def test_a_step_can_be_repeated_on_what_was_collected():
-    evaluator = eval.filled(eval.make_inputs(5), "faster_coco_eval")
+    evaluator = eval.filled(eval.make_inputs(5))
     assert isinstance(evaluator, CocoEvaluator)
     assert eval.our_evaluate(evaluator) == eval.our_evaluate(evaluator)
     with redirect_stdout(io.StringIO()) as printed:

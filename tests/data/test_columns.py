@@ -6,7 +6,6 @@ import json
 import math
 import random
 import tracemalloc
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,7 +18,6 @@ from cpvt_det.data.coco import read_coco
 from cpvt_det.data.records import Records, join
 from cpvt_det.data.validation.check import SEVERAL, CheckedData, check_image_classes, count_images
 from cpvt_det.data.validation.issues import Issues
-from cpvt_det.evaluation.coco import CocoEvaluator
 from cpvt_det.training.tasks.classification import ClassificationTask
 from cpvt_det.training.tasks.detection import constant_detections
 
@@ -252,14 +250,3 @@ def test_images_of_a_class_are_counted_without_making_records(tmp_path, no_recor
     assert count_images(dataset.records, 3).tolist() == expected.tolist()
     train = [check_image_classes(CheckedData([dataset], [], [])).train[0], dataset]
     assert len(ClassificationTask(None).training_records(train)) == 2 * sum(one)
-
-
-def test_evaluation_takes_records_or_their_coco_dict(tmp_path):
-    dataset = read_coco(write(tmp_path / "a.json", messy(2)))
-    for kept in (dataset.records, dataset.records.select(dataset.records.num_boxes > 5)):
-        part = replace(dataset, records=kept)
-        one, other = (CocoEvaluator(source, part.classes.ids, part.classes.names) for source in (kept, coco_dict(part)))
-        mine, theirs = (evaluator._ground_truth for evaluator in (one, other))
-        assert mine.image_ids.tolist() == theirs.image_ids.tolist()
-        labels = range(len(part.classes.ids))
-        assert mine.annotations(part.classes.ids, labels) == theirs.annotations(part.classes.ids, labels)

@@ -322,11 +322,10 @@ def test_classes_that_differ_are_told(tmp_path, drawn_coco):
     require_same_classes(first, first, "data sets a and a")
 
 
-@pytest.mark.parametrize("backend", ["faster_coco_eval", "pycocotools"])
-def test_ground_truth_used_as_detections_scores_100(drawn_coco, backend):
+def test_ground_truth_used_as_detections_scores_100(drawn_coco):
     """Also though the JSON has boxes outside, partly outside and without area, a crowd, and an image without objects."""
     dataset = load_coco(drawn_coco.files)
-    evaluator = CocoEvaluator(coco_dict(dataset), dataset.classes.ids, dataset.classes.names, backend)
+    evaluator = CocoEvaluator(dataset.records, dataset.classes)
     for record in dataset.records:
         boxes, labels = torch.from_numpy(record.boxes_xyxy), torch.from_numpy(record.labels)
         evaluator.add(record.image_id, Detections(boxes, torch.ones(len(labels)), labels))

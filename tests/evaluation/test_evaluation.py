@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Average precision: three scenes worked out by hand, agreement of the backends, and what the evaluator refuses."""
+"""Average precision: three scenes worked out by hand, agreement with pycocotools, and what the evaluator refuses."""
 
 import copy
 import io
 import json
 import math
 import pickle
+from collections.abc import Sequence
 from contextlib import redirect_stdout
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,17 +16,16 @@ import torch
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-from cpvt_det.common.errors import UnknownNameError
+from cpvt_det.common.class_names import Classes
 from cpvt_det.common.files import write_json
 from cpvt_det.common.structures import Detections
-from cpvt_det.evaluation.coco import BACKENDS, CocoEvaluator, format_table, write_results
+from cpvt_det.data.records import BOX, IMAGE, Records, Table
+from cpvt_det.evaluation.coco import CocoEvaluator, format_table, write_results
 
 CLASS_IDS = [7, 3, 90]  # neither dense nor sorted
 CLASS_NAMES = ["cat", "dog", "toothbrush"]
 MAIN_KEYS = ["AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "ARs", "ARm", "ARl"]
 CLASS_KEYS = [f"AP-{name}" for name in CLASS_NAMES]
-
-both_backends = pytest.mark.parametrize("backend", sorted(BACKENDS))
 
 
 def detections(*rows: tuple) -> Detections:
@@ -49,21 +50,33 @@ def scene() -> dict:
     }
 
 
-def evaluator_of(ground_truth: dict, **options) -> CocoEvaluator:
-    return CocoEvaluator(ground_truth, CLASS_IDS, CLASS_NAMES, **options)
+def records_of(ground_truth: dict, class_ids: Sequence[int] = CLASS_IDS) -> Records:
+    """The records of a COCO dict, whose annotations may lack ``area`` and ``iscrowd``."""
+    images, boxes = [], []
+    for image in ground_truth["images"]:
+        numbered = [(n, one) for n, one in enumerate(ground_truth["annotations"]) if one["image_id"] == image["id"]]
+        images.append((image["id"], 0, len(boxes), 0, len(numbered), 0, 0, 0))
+        for number, one in numbered:
+            area = one.get("area", one["bbox"][2] * one["bbox"][3])
+            boxes.append((one["bbox"], area, number, class_ids.index(one["category_id"]), bool(one.get("iscrowd"))))
+    table = Table(np.array(images, dtype=IMAGE), np.zeros(0, dtype=np.uint8), np.array(boxes, dtype=BOX))
+    return Records([(table, Path())])
+
+
+def evaluator_of(ground_truth: dict, names: Sequence[str] = CLASS_NAMES) -> CocoEvaluator:
+    return CocoEvaluator(records_of(ground_truth), Classes(tuple(CLASS_IDS), tuple(names)))
 
 
 def assert_figures(figures: dict, expected: dict) -> None:
     assert {name: figures[name] for name in expected} == pytest.approx(expected, abs=1e-9, nan_ok=True)
 
 
-@both_backends
-def test_perfect_detections_have_100_percent(backend):
+def test_perfect_detections_have_100_percent():
     """Every box is found exactly, alone and with any score, so every figure with ground truth is 100.
 
     AR1 too: no image has two objects of one class. There is no small box and no toothbrush: NaN.
     """
-    evaluator = evaluator_of(scene(), backend=backend)
+    evaluator = evaluator_of(scene())
     evaluator.add(42, detections((1, 0.2, 100, 100, 140, 140), (0, 0.1, 0, 0, 40, 40)))
     evaluator.add(5, detections((0, 0.9, 10, 20, 110, 120)))
     figures = evaluator.evaluate()["bbox"]
@@ -73,10 +86,9 @@ def test_perfect_detections_have_100_percent(backend):
     assert_figures(figures, {name: 100.0 for name in figures if name not in ("AP-toothbrush", "APs", "ARs")})
 
 
-@both_backends
-def test_hopeless_detections_have_0_percent(backend):
+def test_hopeless_detections_have_0_percent():
     """The right boxes with the wrong class, the right class elsewhere, and IoU 0.49 are no matches: 0 everywhere."""
-    evaluator = evaluator_of(scene(), backend=backend)
+    evaluator = evaluator_of(scene())
     evaluator.add(42, detections((2, 0.9, 0, 0, 40, 40), (1, 0.9, 0, 150, 40, 190)))
     evaluator.add(5, detections((0, 0.9, 10, 20, 59, 120)))
     figures = evaluator.evaluate()["bbox"]
@@ -84,8 +96,7 @@ def test_hopeless_detections_have_0_percent(backend):
     assert_figures(figures, {name: math.nan if name in without_truth else 0.0 for name in figures})
 
 
-@both_backends
-def test_half_right_detections_have_the_figures_worked_out_by_hand(backend):
+def test_half_right_detections_have_the_figures_worked_out_by_hand():
     """One cat of two is found exactly; the dog only half, with a false alarm of higher score.
 
     cat: recall reaches 0.5 at precision 1. Of the 101 recall points 0, 0.01, ..., 1 those up to 0.5 are 51, so its
@@ -99,7 +110,7 @@ def test_half_right_detections_have_the_figures_worked_out_by_hand(backend):
     AR1 takes the best of a class in an image: of the dogs the false alarm, recall 0; AR1 = (0.5 + 0) / 2.
     AR10 = AR100 = (0.5 + 0.5) / 2.
     """
-    evaluator = evaluator_of(scene(), backend=backend)
+    evaluator = evaluator_of(scene())
     dogs = (1, 0.8, 0, 100, 40, 140), (1, 0.6, 100, 100, 128.4, 140)
     evaluator.add(42, detections((0, 0.5, 0, 0, 40, 40), *dogs))
     cat = 51 / 101
@@ -109,10 +120,9 @@ def test_half_right_detections_have_the_figures_worked_out_by_hand(backend):
     assert_figures(evaluator.evaluate()["bbox"], expected | {"APs": math.nan, "ARs": math.nan})
 
 
-@both_backends
 @pytest.mark.parametrize("added", [[], [5], [42, 5]], ids=["no image", "one image", "every image"])
-def test_no_detections_give_0_under_all_keys(backend, added):
-    evaluator = evaluator_of(scene(), backend=backend)
+def test_no_detections_give_0_under_all_keys(added):
+    evaluator = evaluator_of(scene())
     for image_id in added:
         evaluator.add(image_id, detections())
     figures = evaluator.evaluate()["bbox"]
@@ -121,9 +131,8 @@ def test_no_detections_give_0_under_all_keys(backend, added):
     assert_figures(figures, {name: math.nan if name in without_truth else 0.0 for name in figures})
 
 
-@both_backends
-def test_ground_truth_without_annotations_gives_nan(backend):
-    evaluator = evaluator_of({**scene(), "annotations": []}, backend=backend)
+def test_ground_truth_without_annotations_gives_nan():
+    evaluator = evaluator_of({**scene(), "annotations": []})
     evaluator.add(5, detections((0, 0.9, 10, 20, 110, 120)))
     assert all(math.isnan(value) for value in evaluator.evaluate()["bbox"].values())
 
@@ -157,28 +166,11 @@ def random_world(seed: int) -> tuple[dict, dict[int, Detections]]:
     return {"images": images, "annotations": annotations, "categories": categories}, found
 
 
-def figures_of_world(seed: int, **options) -> dict[str, float]:
-    ground_truth, found = random_world(seed)
-    evaluator = evaluator_of(ground_truth, **options)
-    for image_id, of_image in found.items():
-        evaluator.add(image_id, of_image)
-    return evaluator.evaluate()["bbox"]
-
-
-@pytest.mark.parametrize("max_detections", [1, 3, 10, 100, 300])
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_the_backends_agree(seed, max_detections):
-    first, second = (figures_of_world(seed, backend=name, max_detections=max_detections) for name in BACKENDS)
-    assert list(first) == list(second)
-    assert first == pytest.approx(second, rel=0, abs=1e-12, nan_ok=True)
-    assert first["AP"] > 1
-
-
-@both_backends
-def test_the_figures_are_those_of_pycocotools_summarize(backend):
+@pytest.mark.parametrize("seed", range(4))
+def test_the_figures_are_those_of_pycocotools_summarize(seed):
     """The road that papers and detectron2 take: ``loadRes``, ``evaluate``, ``accumulate``, ``summarize``."""
-    ground_truth, found = random_world(3)
-    evaluator = evaluator_of(ground_truth, backend=backend)
+    ground_truth, found = random_world(seed)
+    evaluator = evaluator_of(ground_truth)
     for image_id, of_image in found.items():
         evaluator.add(image_id, of_image)
     for number, annotation in enumerate(ground_truth["annotations"], start=1):
@@ -195,27 +187,6 @@ def test_the_figures_are_those_of_pycocotools_summarize(backend):
     assert [figures[name] for name in MAIN_KEYS] == pytest.approx((100 * evaluation.stats).tolist(), abs=1e-12)
 
 
-@both_backends
-@pytest.mark.parametrize(
-    ("max_detections", "limits"), [(1, [1]), (5, [1, 5]), (10, [1, 10]), (50, [1, 10, 50]), (300, [1, 10, 300])]
-)
-def test_the_largest_ar_is_named_by_max_detections(backend, max_detections, limits):
-    figures = figures_of_world(0, backend=backend, max_detections=max_detections)
-    assert list(figures)[6:-6] == [f"AR{limit}" for limit in limits]
-    assert figures["AP"] > 0
-    assert figures["AR1"] <= figures[f"AR{max_detections}"]
-
-
-@both_backends
-def test_detections_beyond_max_detections_do_not_count(backend):
-    """Of three dogs the one that is right comes last, so a limit of two misses it and a limit of three does not."""
-    dogs = (1, 0.9, 0, 0, 9, 9), (1, 0.8, 20, 0, 29, 9), (1, 0.7, 100, 100, 140, 140)
-    for limit, expected in ((2, 0.0), (3, 100 / 3)):
-        evaluator = evaluator_of(scene(), backend=backend, max_detections=limit)
-        evaluator.add(42, detections(*dogs))
-        assert_figures(evaluator.evaluate()["bbox"], {"AP-dog": expected})
-
-
 def crowded(objects: int = 250, others: int = 3) -> tuple[dict, Detections]:
     """An image with so many cats in a grid, and a few dogs, and a detection of each, the scores from 0.9 down to 0.1."""
     corners = [(10 * (number % 20), 10 * (number // 20)) for number in range(objects + others)]
@@ -229,11 +200,10 @@ def crowded(objects: int = 250, others: int = 3) -> tuple[dict, Detections]:
     return {**scene(), "annotations": annotations}, detections(*found)
 
 
-@both_backends
-def test_all_detections_count_where_an_image_has_more_objects_of_a_class_than_coco_counts(backend):
+def test_all_detections_count_where_an_image_has_more_objects_of_a_class_than_coco_counts():
     """AR100 keeps COCO's limit: 100 of the 250 cats. The threshold is the lowest score, so that nothing right is hidden."""
     ground_truth, found = crowded()
-    evaluator = evaluator_of(ground_truth, backend=backend)
+    evaluator = evaluator_of(ground_truth)
     evaluator.add(42, found)
     figures = evaluator.evaluate()["bbox"]
     assert list(figures)[6:-6] == ["AR1", "AR10", "AR100", "ARall"]
@@ -247,14 +217,14 @@ def test_all_detections_count_where_an_image_has_more_objects_of_a_class_than_co
     assert (matches.found_at >= 0).all() and not matches.worst(0.0, 2)
 
 
-@both_backends
 @pytest.mark.parametrize("objects", [100, 101])
-def test_with_100_detections_the_figures_are_coco_s_whatever_the_objects(backend, objects):
+def test_with_100_detections_the_figures_are_coco_s_whatever_the_objects(objects):
     """Bit for bit; and with more detections too, where no image has more than 100 objects of a class."""
     ground_truth, found = crowded(objects)
     figures = []
     for kept, limit in ((100, None), (100, 100), (len(found.scores), None), (len(found.scores), 100)):
-        evaluator = evaluator_of(ground_truth, backend=backend, max_detections=limit)
+        evaluator = evaluator_of(ground_truth)
+        evaluator._limits = [1, 10, limit] if limit else evaluator._limits
         evaluator.add(42, Detections(found.boxes_xyxy[-kept:], found.scores[-kept:], found.labels[-kept:]))
         figures.append(evaluator.evaluate()["bbox"])
         assert (figures[-1].pop("ARall", None) is None) == (objects == 100 or limit == 100)
@@ -290,49 +260,15 @@ def test_detections_of_any_float_type_and_with_gradients_are_taken():
     assert result == {"image_id": 42, "category_id": 7, "bbox": [0.0, 0.0, 40.0, 40.0], "score": 0.5}
 
 
-def test_evaluating_changes_neither_ground_truth_nor_results_and_prints_nothing(capfd, recwarn):
-    ground_truth = scene()
-    before = copy.deepcopy(ground_truth)
-    for backend in BACKENDS:
-        evaluator = evaluator_of(ground_truth, backend=backend)
-        evaluator.add(42, detections((0, 0.5, 0, 0, 40, 40)))
-        results = copy.deepcopy(evaluator.coco_results())
-        first = evaluator.evaluate()["bbox"]
-        assert evaluator.coco_results() == results
-        assert evaluator.evaluate()["bbox"] == pytest.approx(first, abs=0, nan_ok=True)
-    assert ground_truth == before
+def test_evaluating_changes_no_results_and_prints_nothing(capfd, recwarn):
+    evaluator = evaluator_of(scene())
+    evaluator.add(42, detections((0, 0.5, 0, 0, 40, 40)))
+    results = copy.deepcopy(evaluator.coco_results())
+    first = evaluator.evaluate()["bbox"]
+    assert evaluator.coco_results() == results
+    assert evaluator.evaluate()["bbox"] == pytest.approx(first, abs=0, nan_ok=True)
     assert capfd.readouterr() == ("", "")
     assert not recwarn.list
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("processes", [1, 2, 3, 7])
-@pytest.mark.parametrize("make", [lambda: random_world(4), lambda: (crowded()[0], {42: crowded()[1]})], ids=["random", "crowded"])
-def test_classes_divided_among_processes_give_what_one_process_gives(make, processes, backend, monkeypatch):
-    """Bit for bit, with more processes than classes too; each gets the detections of its own classes."""
-    ground_truth, found = make()
-    evaluator, others = evaluator_of(ground_truth, backend=backend), evaluator_of(ground_truth, backend=backend)
-    for image_id, of_image in found.items():
-        evaluator.add(image_id, of_image)
-    shares = []
-
-    def gather(own):
-        numbers = range(len(evaluator.class_ids))
-        return [own, *(others._match_classes(numbers[part::processes], shares[0][part]) for part in range(1, processes))]
-
-    monkeypatch.setattr("cpvt_det.common.distributed.world_size", lambda: processes)
-    monkeypatch.setattr("cpvt_det.common.distributed.scatter_from_first", lambda values: shares.append(values) or values[0])
-    monkeypatch.setattr("cpvt_det.common.distributed.gather_to_first", gather)
-    assert evaluator.evaluate_together()["bbox"] == pytest.approx(evaluator.evaluate()["bbox"], abs=0, rel=0, nan_ok=True)
-    assert sum(len(share[1]) for share in shares[0]) == len(evaluator.coco_results())
-
-
-def test_figures_of_a_subclass_are_its_own_where_processes_share_the_work():
-    class Own(CocoEvaluator):
-        def evaluate(self):
-            return {"bbox": {"AP": 1.0}}
-
-    assert Own.evaluate_together(object.__new__(Own)) == {"bbox": {"AP": 1.0}}
 
 
 def test_merged_states_give_what_one_evaluator_gives():
@@ -381,53 +317,9 @@ def test_detections_that_cannot_be_scored_are_refused_by_image(row, message):
     assert evaluator.coco_results() == []
 
 
-def test_detections_of_wrong_shape_or_dtype_are_refused():
-    boxes, scores, labels = torch.zeros(2, 4), torch.zeros(2), torch.zeros(2, dtype=torch.long)
-    evaluator = evaluator_of(scene())
-    with pytest.raises(ValueError, match=r"image id 5: expected .* got \(2, 4\), \(2,\), \(1,\)"):
-        evaluator.add(5, Detections(boxes, scores, labels[:1]))
-    with pytest.raises(ValueError, match=r"image id 5: expected .* got \(2, 4\), \(\), \(2,\)"):
-        evaluator.add(5, Detections(boxes, scores[0], labels))
-    with pytest.raises(ValueError, match="image id 5: labels must be integers, got torch"):
-        evaluator.add(5, Detections(boxes, scores, labels.float()))
-
-
 def test_an_image_that_is_not_in_the_ground_truth_is_refused():
     with pytest.raises(ValueError, match="image id 6 is not among the 2 images of the test set"):
         evaluator_of(scene()).add(6, detections())
-
-
-def test_an_unknown_backend_is_refused_with_the_known_ones():
-    with pytest.raises(UnknownNameError, match=r"evaluator 'pycocotool'.*known: faster_coco_eval, pycocotools"):
-        evaluator_of(scene(), backend="pycocotool")
-
-
-@pytest.mark.parametrize(
-    ("ids", "names", "message"),
-    [
-        ([7, 3], ["cat"], "got 2 ids and 1 names"),
-        ([], [], "got 0 ids and 0 names"),
-        ([7, 3, 7], ["cat", "dog", "cow"], "class id 7 occurs more than once; each class needs its own"),
-        ([7, 3, 90], ["cat", "dog", "cat"], "class name 'cat' occurs more than once; each class needs its own"),
-        ([7, 90], ["cat", "dog"], "annotation id 10 has image id 42 and category id 3"),
-    ],
-)
-def test_classes_that_do_not_fit_are_refused(ids, names, message):
-    with pytest.raises(ValueError, match=message):
-        CocoEvaluator(scene(), ids, names)
-
-
-def test_ground_truth_that_cannot_be_used_is_refused():
-    with pytest.raises(ValueError, match="annotation id 0 has image id 42"):
-        evaluator_of({**scene(), "images": [{"id": 5}]})
-    with pytest.raises(ValueError, match=r"integer ids, got \['5'\]"):
-        evaluator_of({"images": [{"id": "5"}], "annotations": [], "categories": []})
-    with pytest.raises(ValueError, match=r"distinct integer ids, got \[5, 5\]"):
-        evaluator_of({"images": [{"id": 5}, {"id": 5}], "annotations": [], "categories": []})
-    with pytest.raises(ValueError, match=r"integer ids, got \[\]"):
-        evaluator_of({"images": [], "annotations": [], "categories": []})
-    with pytest.raises(ValueError, match="max_detections must be at least 1, got 0"):
-        evaluator_of(scene(), max_detections=0)
 
 
 def refuse_constant(name: str):
@@ -458,7 +350,7 @@ def test_a_failed_write_leaves_the_old_file_alone(tmp_path):
 
 
 def test_the_table_shows_every_figure_and_class():
-    evaluator = CocoEvaluator(scene(), CLASS_IDS, ["cat", "1e3", "toothbrush"])
+    evaluator = evaluator_of(scene(), ["cat", "1e3", "toothbrush"])
     evaluator.add(42, detections((0, 0.5, 0, 0, 40, 40)))
     results = evaluator.evaluate()
     table = format_table(results)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
-from test_evaluation import CLASS_IDS, detections, evaluator_of, random_world, scene
+from test_evaluation import CLASS_IDS, detections, evaluator_of, random_world, records_of, scene
 
-from cpvt_det.evaluation.matches import IGNORED, NOTHING, Matches, ground_truth_of
+from cpvt_det.evaluation.matches import IGNORED, NOTHING, GroundTruth, Matches
 
 
 def columns_of(seed: int) -> tuple[dict, list[np.ndarray]]:
@@ -26,11 +26,16 @@ def columns_of(seed: int) -> tuple[dict, list[np.ndarray]]:
     return ground_truth, [*columns, np.concatenate([boxes, added]), np.append(scores, np.full(120, 0.75))]
 
 
+def truth_of(ground_truth: dict) -> GroundTruth:
+    records = records_of(ground_truth)
+    return GroundTruth(records.image_ids, *records.boxes())
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_pairs_of_one_class_are_those_of_pycocotools(seed):
     """Every detection that counts, with crowds, ties of scores and more than 100 detections of a class in an image."""
     ground_truth, columns = columns_of(seed)
-    matches = Matches(ground_truth_of(ground_truth, CLASS_IDS), *columns)
+    matches = Matches(truth_of(ground_truth), *columns)
     rows = zip(*(column.tolist() for column in columns), strict=True)
     results = [{"image_id": i, "category_id": CLASS_IDS[k], "bbox": box, "score": score} for i, k, box, score in rows]
     for number, annotation in enumerate(ground_truth["annotations"], start=1):
@@ -59,7 +64,7 @@ def test_pairs_of_one_class_are_those_of_pycocotools(seed):
 def test_pairs_are_those_of_every_threshold(seed, threshold):
     """The counts above a threshold are those of a matching of what passes it."""
     ground_truth, columns = columns_of(seed)
-    truth = ground_truth_of(ground_truth, CLASS_IDS)
+    truth = truth_of(ground_truth)
     whole, part = Matches(truth, *columns), Matches(truth, *(column[columns[3] >= threshold] for column in columns))
     assert whole.confusion(3, threshold).tolist() == part.confusion(3, 0.0).tolist()
     assert whole.mistakes(threshold).tolist() == part.mistakes(0.0).tolist() and whole.mistakes(threshold).sum() > 100

@@ -16,12 +16,12 @@ from unittest import mock
 import torch
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
-from tiny import DEFORMABLE, coco_dict
+from tiny import DEFORMABLE
 from torch import Tensor
 
 from cpvt_det.common.structures import Detections
 from cpvt_det.data.coco import load_coco
-from cpvt_det.evaluation.coco import BACKENDS, CocoEvaluator, format_table
+from cpvt_det.evaluation.coco import CocoEvaluator, format_table
 from cpvt_det.predict import Predictor
 from cpvt_det.training.tasks.detection import DetectionTask
 from faults.case import Case, Cut, Ending
@@ -59,7 +59,7 @@ def detected(boxes: list, scores: list):
 
     def run(folder: Path) -> Ending:
         dataset = load_coco(draw(folder / "data", lambda _: None).files)
-        evaluator = CocoEvaluator(coco_dict(dataset), dataset.classes.ids, dataset.classes.names)
+        evaluator = CocoEvaluator(dataset.records, dataset.classes)
         try:
             evaluator.add(1, Detections(torch.tensor(boxes), torch.tensor(scores), torch.zeros(len(scores), dtype=torch.long)))
         except ValueError as error:
@@ -70,16 +70,12 @@ def detected(boxes: list, scores: list):
 
 
 def no_detections(folder: Path) -> Ending:
-    """Evaluate a model that finds nothing, with either library."""
+    """Evaluate a model that finds nothing."""
     dataset = load_coco(draw(folder / "data", lambda _: None).files)
-    texts = []
-    for backend in BACKENDS:
-        evaluator = CocoEvaluator(coco_dict(dataset), dataset.classes.ids, dataset.classes.names, backend)
-        for record in dataset.records:
-            evaluator.add(record.image_id, Detections(torch.zeros(0, 4), torch.zeros(0), torch.zeros(0, dtype=torch.long)))
-        texts.append(format_table(evaluator.evaluate()))
-    assert len(set(texts)) == 1
-    return Ending("none", texts[0])
+    evaluator = CocoEvaluator(dataset.records, dataset.classes)
+    for record in dataset.records:
+        evaluator.add(record.image_id, Detections(torch.zeros(0, 4), torch.zeros(0), torch.zeros(0, dtype=torch.long)))
+    return Ending("none", format_table(evaluator.evaluate()))
 
 
 def train(make, **more):
@@ -217,8 +213,8 @@ CASES = [
         "none",
         Cut(
             "evaluation/coco.py",
-            "            side = coco_class()\n",
-            "            side = coco_class()\n            if sides:\n                side = sides[0].loadRes(annotations)\n",
+            "                side = COCO()\n",
+            "                side = COCO()\n                if sides:\n                    side = sides[0].loadRes(annotations)\n",
         ),
     ),
     Case(

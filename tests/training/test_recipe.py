@@ -350,7 +350,6 @@ def test_missing_weights_are_told_with_their_price(paces):
         ("SOLVER.EPOCHS 0", "there is nothing to train; omit SOLVER.EPOCHS and SOLVER.MAX_ITER"),
         ("SOLVER.MAX_ITER 0", "there is nothing to train"),
         ("SOLVER.IMS_PER_BATCH 0", r"SOLVER\.IMS_PER_BATCH must be at least 1, got 0"),
-        ("TEST.EVALUATOR coko", "unknown evaluator"),
         ("CALLBACKS wandbb", "wandbb"),
         ("SOLVER.EARLY_STOPPING -1", r"SOLVER\.EARLY_STOPPING must be at least 0"),
         ("SOLVER.EARLY_STOPPING 2 TEST.EVAL_EPOCHS 0", "evaluated at its end only"),

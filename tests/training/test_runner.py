@@ -162,14 +162,6 @@ def test_the_average_is_what_is_evaluated(train):
     assert read[0] == read[1]
 
 
-def test_the_pycocotools_key_gives_the_same_figures(train):
-    folder = train("run")
-    other = train("other", eval_only=True, MODEL__WEIGHTS=str(folder / "model_final.pth"), TEST__EVALUATOR="pycocotools")
-    one, two = (json.loads((run / "results.json").read_text())["bbox"] for run in (folder, other))
-    assert one.keys() == two.keys()
-    assert all(one[key] == pytest.approx(two[key], abs=1e-10) for key in one if one[key] is not None)
-
-
 def test_a_finished_run_resumed_is_evaluated_again(train):
     folder = train("run")
     results = (folder / "results.json").read_text()
@@ -244,7 +236,6 @@ def test_an_evaluation_of_other_classes_is_refused(train, drawn_coco, tmp_path):
         ({"MODEL__DEVICE": "warp"}, ConfigError, "MODEL.DEVICE"),
         ({"MODEL__WEIGHTS": "missing.pth"}, WeightsError, "missing.pth"),
         ({"SOLVER__IMS_PER_BATCH": 0}, ConfigError, "batch of 0"),
-        ({"TEST__EVALUATOR": "coco"}, ConfigError, "faster_coco_eval"),
         ({"INPUT__FORMAT": "BGR"}, ConfigError, "RGB"),
         ({"INPUT__RESIZE_CROP__RANGE": (32, 24)}, ConfigError, "crop sides"),
         ({"TEST__DETECTIONS_PER_IMAGE": 0}, ConfigError, "DETECTIONS_PER_IMAGE"),

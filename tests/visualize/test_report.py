@@ -14,12 +14,12 @@ from click.testing import CliRunner
 from PIL import Image
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
-from test_evaluation import CLASS_IDS, evaluator_of, random_world
+from test_evaluation import CLASS_IDS, evaluator_of, random_world, records_of
 from tiny import overrides
 
 from cpvt_det.cli import main
 from cpvt_det.data.records import Records
-from cpvt_det.evaluation.matches import Matches, ground_truth_of
+from cpvt_det.evaluation.matches import GroundTruth, Matches
 from cpvt_det.evaluation.thresholds import Curve, pooled_curve
 from cpvt_det.visualize.report import confusion_figure, precision_recall_figure
 
@@ -44,7 +44,9 @@ def matches_of(ground_truth: dict | Records, results: list[dict], class_ids: Seq
     keys = ("image_id", "category_id", "bbox", "score")
     images, categories, boxes, scores = (np.array([result[key] for result in results]) for key in keys)
     labels = np.array([class_ids.index(category) for category in categories])
-    return Matches(ground_truth_of(ground_truth, class_ids), images, labels, boxes.astype(float), scores)
+    records = ground_truth if isinstance(ground_truth, Records) else records_of(ground_truth, class_ids)
+    truth = GroundTruth(records.image_ids, *records.boxes())
+    return Matches(truth, images, labels, boxes.astype(float), scores)
 
 
 LEFT, RIGHT, BELOW = [0, 0, 40, 40], [100, 0, 40, 40], [0, 100, 40, 40]

@@ -72,7 +72,7 @@ def test_ground_truth_used_as_detections_scores_100_after_dropping(case: DataCas
     (train,), (test,) = builders.load_splits(cfg)
     assert [record.image_id for record in train.records] == [image["id"] for image in coco_dict(test)["images"]]
     assert sum(len(record.labels) for record in train.records) == sum(not a["iscrowd"] for a in coco_dict(test)["annotations"])
-    evaluator = builders.build_evaluator(cfg, test)
+    evaluator = builders.build_evaluator(test)
     boxes_of = {record.image_id: record for record in train.records}
     for (sample,) in builders.build_test_loader(cfg, test.records):
         record = boxes_of[sample["image_id"]]

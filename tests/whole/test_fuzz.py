@@ -170,7 +170,7 @@ def check_coco(drawn: Drawn, on_bad: str, text: bytes) -> None:
     if loaded is None:
         return
     (dataset,) = loaded[1]
-    evaluator = builders.build_evaluator(cfg, dataset)
+    evaluator = builders.build_evaluator(dataset)
     for record in dataset.records:
         boxes, labels = torch.from_numpy(record.boxes_xyxy), torch.from_numpy(record.labels)
         evaluator.add(record.image_id, Detections(boxes, torch.ones(len(labels)), labels))

@@ -81,7 +81,7 @@ class DetectionTask(Task):
     def build_evaluator(self, dataset: CocoDataset) -> "CocoEvaluator":
         from cpvt_det.evaluation.matches import COUNTED
 
-        evaluator = builders.build_evaluator(self.cfg, dataset)
+        evaluator = builders.build_evaluator(dataset)
         if self.cfg.TEST.REPORT:  # otherwise it is not needed once its figures are known
             self.evaluators[dataset.name] = evaluator
         if evaluator.max_detections is None:
@@ -100,7 +100,7 @@ class DetectionTask(Task):
 
         from cpvt_det.common.structures import Detections
 
-        constant, evaluator = constant_detections(records), builders.build_evaluator(self.cfg, dataset)
+        constant, evaluator = constant_detections(records), builders.build_evaluator(dataset)
         for record in dataset.records:
             sides = torch.tensor([record.width, record.height, record.width, record.height])
             evaluator.add(record.image_id, Detections(constant.boxes_xyxy * sides, constant.scores, constant.labels))
