@@ -116,8 +116,7 @@ class CocoEvaluator(Evaluator):
             sections = {"images": [{"id": i} for i in self._image_ids], "categories": [{"id": i} for i in self.classes.ids]}
             sides = []
             for annotations in (self._ground_truth.annotations(self.classes.ids), detected):
-                # not loadRes, which does more than this
-                side = COCO()
+                side = COCO()  # not loadRes, which gives every box a polygon too
                 side.dataset = {**sections, "annotations": annotations}
                 side.createIndex()
                 sides.append(side)
