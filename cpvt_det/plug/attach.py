@@ -72,8 +72,6 @@ def add_peg(
         UnknownNameError: an option that PEG does not have.
         WeightsError: weights that do not fit the PEGs one to one. The model is then unchanged.
     """
-    if not isinstance(model, nn.Module):
-        raise PlugError(f"add_peg takes a torch.nn.Module, got a {type(model).__name__}")
     _refuse_wrapped(model)
     if _plugs(model):
         raise PlugError("the model already has a PEG; call remove_peg first, or name all layers in one call: after=[0, 2]")
@@ -152,15 +150,12 @@ def attach(
     if (grid is None) == family.needs_grid:
         advice = "needs grid=(H, W)" if family.needs_grid else "has its own grid; remove grid=(H, W)"
         raise PlugError(f"{family.name} {advice}")
-    if share_levels and family.levels(owner) is None:
-        raise PlugError(f"{family.name} has only one level, so share_levels has no effect; remove it")
     pegs = _make_pegs(owner, layers, family, share_levels, peg_options)
     undo = family.replace(owner) if position == "replace" else []
     if position == "replace" and not undo:
         raise PlugError(f"{family.name}: there is nothing to replace: the model has no encoding of its own; use position='keep'")
-    undo += family.prepare(owner)
-    if grid is not None:
-        undo.append(AttributeOverride(owner, "peg_grid", grid))
+    if grid is not None:  # of an nn.TransformerEncoder, whose nested tensors pack the valid tokens, without a grid
+        undo += [AttributeOverride(owner, "use_nested_tensor", False), AttributeOverride(owner, "peg_grid", grid)]
     if owner in layers.values():  # the maps of a backbone
         owner.peg = nn.ModuleDict(pegs).train(owner.training)
     else:
@@ -196,9 +191,6 @@ def _chosen(layers: Mapping[str, nn.Module], after: int | str | Sequence[int | s
             raise PlugError(f"{family.name} has no layer {one!r}; known: 0 to {len(known) - 1}, or {', '.join(known)}")
     if not names or len(set(names)) != len(names):
         raise PlugError(f"after must name at least one layer, and each only once; got {after!r}")
-    taken = [name for name in names if hasattr(layers[name], "peg")]
-    if taken:
-        raise PlugError(f"{family.name}: the layer {taken[0]} already has an attribute 'peg', which is not from add_peg")
     return {name: layers[name] for name in names}
 
 
@@ -260,14 +252,12 @@ def _load(model: nn.Module, weights: str | Path | Mapping[str, Any]) -> None:
     if isinstance(weights, Mapping):
         origin = "the given weights"
         contents = {origin: dict(weights)}
-    elif isinstance(weights, (str, Path)):
+    else:
         origin, path = str(weights), Path(weights).expanduser()
         files = [path] if not path.is_dir() else sorted(path.glob("*.safetensors")) or sorted(path.glob("*.bin"))
         if not files:
             raise WeightsError(f"the folder {path} contains no .safetensors and no .bin file")
         contents = {str(file): read_checkpoint(file) for file in files}
-    else:
-        raise WeightsError(f"weights must be a folder, a file or a state dict, got a {type(weights).__name__}")
     found = {}
     for name, content in contents.items():
         tensors = state_dict_of(content, name, PREFIXES)

@@ -63,10 +63,6 @@ class Family:
         """Grid and mask from a call of ``grid_source`` or, without one, from a call of the layer with its tokens as ``output``."""
         return [tuple(output.shape[1:3] if self.layout == "BHWC" else output.shape[2:4])], None
 
-    def prepare(self, owner: nn.Module) -> list[Any]:
-        """Make the other changes that a PEG needs; return objects whose ``remove()`` reverts them."""
-        return []
-
     def replace(self, owner: nn.Module) -> list[Any]:
         """Remove the encoder's own encoding; return objects whose ``remove()`` restores it, or an empty list if there is none."""
         return [] if getattr(owner, "pos_embed", None) is None else [AttributeOverride(owner, "pos_embed", None)]
@@ -102,14 +98,9 @@ def checked_grid(grid: Any) -> Size:
 
 
 class DetectronViT(Family):
-    name = "detectron2 ViT"
-    classes = ("detectron2.modeling.backbone.vit.ViT",)
+    name = "detectron2 ViT, MViTv2"
+    classes = ("detectron2.modeling.backbone.vit.ViT", "detectron2.modeling.backbone.mvit.MViT")
     layout = "BHWC"
-
-
-class DetectronMViT(DetectronViT):
-    name = "detectron2 MViTv2"
-    classes = ("detectron2.modeling.backbone.mvit.MViT",)
 
 
 class DetectronSwin(Family):
@@ -128,10 +119,11 @@ class DetectronSwin(Family):
 
 
 class DetectronBackbone(Family):
-    """Any backbone of detectron2. PEGs act on chosen maps of its output and are in one dict at ``backbone.peg``."""
+    """Any backbone of detectron2; of these, ``add_peg`` takes FPN. PEGs act on chosen maps of its output and are in one dict at
+    ``backbone.peg``."""
 
     name = "detectron2 backbone"
-    classes = ()
+    classes = ("detectron2.modeling.backbone.fpn.FPN",)
     layout = "BCHW"
 
     def layers(self, owner: nn.Module) -> dict[str, nn.Module]:
@@ -139,11 +131,6 @@ class DetectronBackbone(Family):
 
     def channels(self, owner: nn.Module, name: str, layer: nn.Module) -> int:
         return owner.output_shape()[name].channels
-
-
-class DetectronFPN(DetectronBackbone):
-    name = "detectron2 FPN"
-    classes = ("detectron2.modeling.backbone.fpn.FPN",)
 
 
 class DETR(Family):
@@ -337,13 +324,10 @@ class TorchEncoder(Family):
     def grid_and_mask(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> GridAndMask:
         return [checked_grid(module.peg_grid)], _padded(_argument(args, kwargs, 2, "src_key_padding_mask"))
 
-    def prepare(self, owner: nn.Module) -> list[Any]:
-        return [AttributeOverride(owner, "use_nested_tensor", False)]  # nested tensors pack the valid tokens, without a grid
-
 
 FAMILIES: tuple[Family, ...] = (
     DetectronViT(),
-    DetectronFPN(),
+    DetectronBackbone(),
     DETR(),
     DeformableDETR(),
     DetrexDETR(),
@@ -357,7 +341,6 @@ FAMILIES: tuple[Family, ...] = (
     HuggingFaceLWDETR(),
     HuggingFaceRFDETR(),
     TorchEncoder(),
-    DetectronMViT(),
     DetectronSwin(),
 )
 

@@ -107,7 +107,6 @@ def test_added_twice_is_an_error():
         ({"position": "swap"}, "'keep' or 'replace', got 'swap'"),
         ({"position": "replace"}, "nothing to replace"),
         ({"grid": None}, r"needs grid=\(H, W\)"),
-        ({"share_levels": True}, "has only one level"),
         ({"kernel": 5}, "unknown option of PEG 'kernel'.*kernel_size"),
         ({"norm": "LN"}, "unknown norm 'LN'"),
         ({"kernel_size": 2}, "odd"),
@@ -126,13 +125,6 @@ def test_impossible_arguments_leave_the_model_alone(options, message):
 def test_a_grid_is_refused_where_the_model_knows_its_own():
     with pytest.raises(PlugError, match=r"has its own grid; remove grid=\(H, W\)"):
         add_peg(example_of("torchvision VisionTransformer").model(), grid=GRID)
-
-
-def test_an_attribute_of_the_same_name_is_left_alone():
-    model = make_encoder()
-    model.layers[0].peg = nn.Identity()
-    with pytest.raises(PlugError, match="layers.0 already has an attribute 'peg', which is not from add_peg"):
-        add_peg(model, grid=GRID)
 
 
 # Grid and mask
@@ -508,11 +500,6 @@ def test_a_place_that_is_none_is_refused(after):
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
     with pytest.raises(PlugError, match=r"has no layer|at least one layer, and each only once"):
         add_peg(encoder, after=after, grid=(2, 4))
-
-
-def test_what_is_no_model_is_refused():
-    with pytest.raises(PlugError, match=r"torch\.nn\.Module, got a str"):
-        add_peg("model")
 
 
 def test_an_encoding_that_is_not_handed_over_cannot_be_replaced_in_silence():
