@@ -8,6 +8,7 @@ chosen in YAML: ``MODEL.BACKBONE.NAME: cpvt_tiny`` and so on.
 import copy
 import itertools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -99,13 +100,11 @@ def build_detector_backbone(cfg: CfgNode) -> nn.Module | None:
     if node.NAME not in BACKBONE_REGISTRY:
         known = [*models.BACKBONE_REGISTRY.names, *(name for name, _ in BACKBONE_REGISTRY)]
         raise UnknownNameError("backbone", node.NAME, known, IMPORT_HINT)
-    for key, default in (("DC5", False), ("NORM", "FrozenBN"), ("WIDTH", 64)):
-        if node[key] != default:
-            raise ConfigError(
-                f"backbones of detectron2 do not support MODEL.BACKBONE.{key}, got {node[key]!r}; leave it at {default!r}"
-            )
-    if cfg.MODEL.CHECKPOINTING:
-        raise ConfigError(f"backbone {node.NAME} of detectron2 does not support MODEL.CHECKPOINTING: set it to False")
+    ours = {"BACKBONE.DC5": False, "BACKBONE.NORM": "FrozenBN", "BACKBONE.WIDTH": 64, "CHECKPOINTING": False}
+    for key, default in ours.items():
+        value = operator.attrgetter(key)(cfg.MODEL)
+        if value != default:
+            raise ConfigError(f"backbones of detectron2 do not support MODEL.{key}, got {value!r}; leave it at {default!r}")
     with config_errors("MODEL.BACKBONE"):
         try:
             return Detectron2Backbone(build_backbone(cfg), node.STAGES, node.MASK_PADDING)
