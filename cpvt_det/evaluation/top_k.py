@@ -2,7 +2,6 @@
 """Accuracy of image classification: how often the true class is ranked first, or among the first five."""
 
 import csv
-import io
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +11,6 @@ import numpy as np
 from tabulate import tabulate
 from torch import Tensor
 
-from cpvt_det.common.files import atomic_file
 from cpvt_det.data.records import ImageRecord
 from cpvt_det.evaluation.evaluator import Evaluator
 
@@ -113,13 +111,11 @@ def format_accuracies(results: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def write_confusion(counts: np.ndarray, names: Sequence[str], path: Path) -> None:
-    """Write a confusion matrix, (K, K), as CSV with the class names; the file is either complete or not written."""
-    text = io.StringIO()
-    writer = csv.writer(text)
-    writer.writerow(["true class \\ found as", *names])
-    writer.writerows([name, *row] for name, row in zip(names, counts.tolist(), strict=True))
-    with atomic_file(path) as file:
-        file.write(text.getvalue().encode(errors="backslashreplace"))
+    """Write a confusion matrix, (K, K), as CSV with the class names."""
+    with path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["true class \\ found as", *names])
+        writer.writerows([name, *row] for name, row in zip(names, counts.tolist(), strict=True))
 
 
 def most_confused(counts: np.ndarray, names: Sequence[str]) -> list[tuple[str, str, int]]:
