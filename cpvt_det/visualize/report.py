@@ -183,13 +183,6 @@ def _page(content: dict[str, Any], figures: dict[str, dict[str, float]], curves:
         f"### {Path(one['file_name']).name} (id {one['image_id']}): {one['missed']} missed, {one['false']} false\n\n![]({name})"
         for one, name in zip(content["worst"], drawn, strict=True)
     ]
-    highest = content["best_score"]
-    if highest is None:
-        note = "**There is no detection.**"
-    elif highest < threshold:
-        note = f"**No detection has so high a score: the best score is {highest:.3g}.**"
-    else:
-        note = f"The best score is {highest:.3g}."
     parts = [
         f"# Evaluation on {content['dataset']}",
         f"{content['images']} images, {sum(curve.num_objects for curve in curves)} objects of {len(curves)} classes.",
@@ -203,7 +196,7 @@ def _page(content: dict[str, Any], figures: dict[str, dict[str, float]], curves:
         "## Confusion",
         f"Detections with a score of at least {threshold:.3g} (`TEST.PICTURE_THRESHOLD`), matched at IoU {IOU}, whatever their "
         "class. Rows are the true classes; the last column counts missed objects, the last row detections on no object. "
-        f"Counts: confusion.csv. {note}",
+        "Counts: confusion.csv.",
         "![Confusion matrix](confusion.png)",
         "## Worst images",
         f"Images with the most missed objects and false detections, matched per class, at a score of at least {threshold:.3g}.",
