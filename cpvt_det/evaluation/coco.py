@@ -61,7 +61,19 @@ class CocoEvaluator(Evaluator):
                 NaN scores are refused because they cannot be sorted and could give a broken model an AP of 100.
         """
         self.check_new(image_id)
-        boxes, scores, labels = _checked_arrays(image_id, detections, len(self.classes))
+        where = f"the detections of image id {image_id!r}"
+        boxes, scores = (values.detach().cpu().double().numpy() for values in (detections.boxes_xyxy, detections.scores))
+        labels = detections.labels.cpu().numpy()
+        for name, values in (("scores", scores[:, None]), ("boxes", boxes)):
+            bad = int((~np.isfinite(values)).any(axis=1).sum())
+            if bad:
+                raise ValueError(f"{where}: {bad} of {len(scores)} {name} are not finite; the weights are probably broken")
+        outside = labels[(labels < 0) | (labels >= len(self.classes))]
+        if len(outside):
+            raise ValueError(f"{where}: label {int(outside[0])} is not in [0, {len(self.classes)})")
+        inverted = boxes[(boxes[:, 2:] < boxes[:, :2]).any(axis=1)]
+        if len(inverted):
+            raise ValueError(f"{where}: box {inverted[0].tolist()} is not xyxy: x2 is below x1, or y2 below y1")
         self._found[int(image_id)] = labels, np.concatenate((boxes[:, :2], boxes[:, 2:] - boxes[:, :2]), axis=1), scores
 
     def coco_results(self) -> list[dict[str, Any]]:
@@ -170,25 +182,3 @@ def _strict(value: Any) -> Any:
 def _table(rows: list, headers: list[str], alignment: list[str]) -> str:
     # class names may look like numbers, which tabulate would otherwise format
     return tabulate(rows, headers, tablefmt="pipe", colalign=alignment, disable_numparse=True)
-
-
-def _checked_arrays(image_id: int, detections: Detections, num_classes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Boxes xyxy (n, 4) float64, scores (n,) float64 and labels (n,) int64 of detections that can be evaluated.
-
-    Raises:
-        ValueError: labels are not in [0, K), scores or boxes are not finite, or a box is not xyxy.
-    """
-    where = f"the detections of image id {image_id!r}"
-    boxes, scores = (values.detach().cpu().double().numpy() for values in (detections.boxes_xyxy, detections.scores))
-    labels = detections.labels.cpu().numpy()
-    for name, values in (("scores", scores[:, None]), ("boxes", boxes)):
-        bad = int((~np.isfinite(values)).any(axis=1).sum())
-        if bad:
-            raise ValueError(f"{where}: {bad} of {len(scores)} {name} are not finite; the weights are probably broken")
-    outside = labels[(labels < 0) | (labels >= num_classes)]
-    if len(outside):
-        raise ValueError(f"{where}: label {int(outside[0])} is not in [0, {num_classes})")
-    inverted = boxes[(boxes[:, 2:] < boxes[:, :2]).any(axis=1)]
-    if len(inverted):
-        raise ValueError(f"{where}: box {inverted[0].tolist()} is not xyxy: x2 is below x1, or y2 below y1")
-    return boxes, scores, labels
