@@ -150,14 +150,11 @@ def read_runs(paths: Sequence[str | os.PathLike[str]]) -> dict[str, Records]:
         The metrics of each run, by the name of the run. The name is the part of the path that differs between the runs.
 
     Raises:
-        DataError: a run that is given twice, or has no metrics.
+        DataError: a run that has no metrics.
     """
     files = [Path(path).expanduser() for path in paths]
     files = [file / "metrics.json" if file.is_dir() else file for file in files]
     runs = [(file.parent if file.name == "metrics.json" else file).resolve() for file in files]
-    for run in runs:
-        if runs.count(run) > 1:
-            raise DataError(f"the run {run} is given twice; leave one out")
     common = os.path.commonpath([run.parent for run in runs])
     return {os.path.relpath(run, common): read_metrics(file) for run, file in zip(runs, files, strict=True)}
 

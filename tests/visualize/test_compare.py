@@ -83,7 +83,6 @@ def test_the_command_draws_and_prints(runs, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["{0}", "{0}/../peg"], "is given twice"),
         (["{0}", "nowhere"], "cannot read metrics from 'nowhere': No such file"),
         (["{0}/.."], "peg/../metrics.json': No such file"),
         (["{0}", "--output", "a.cat"], "cannot write a.cat: "),
