@@ -32,7 +32,6 @@ def draw_curves(metrics_json: str | os.PathLike[str], output: str | os.PathLike[
         output: path of the picture; its suffix chooses the format, and missing folders are created.
 
     Raises:
-        BadInputError: matplotlib is not installed.
         DataError: a missing file, or one without an iteration in any line.
     """
     save_figure(curves_figure(read_metrics(metrics_json)), output)
@@ -42,9 +41,6 @@ def curves_figure(records: Records) -> "Figure":
     """The matplotlib figure of :func:`draw_curves`, from records as :func:`read_metrics` returns them.
 
     A panel without values shows a note instead.
-
-    Raises:
-        BadInputError: matplotlib is not installed.
     """
     figure = new_figure(15, 4.5)
     losses, rate, precision = figure.subplots(1, 3)

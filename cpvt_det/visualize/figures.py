@@ -16,15 +16,9 @@ if TYPE_CHECKING:
 
 def new_figure(width: float, height: float) -> "Figure":
     """An empty figure; its sides are in inches, at 100 pixels per inch. It is made without pyplot, because pyplot keeps global
-    state.
+    state."""
+    from matplotlib.figure import Figure
 
-    Raises:
-        BadInputError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise BadInputError("drawing curves needs matplotlib: pip install matplotlib") from error
     return Figure(figsize=(width, height), dpi=100, layout="constrained")
 
 
@@ -56,9 +50,6 @@ def new_grid(rows: int, columns: int, panel: tuple[float, float], title: str) ->
 
     Returns:
         The figure, and (rows, columns) axes without ticks.
-
-    Raises:
-        BadInputError: matplotlib is not installed.
     """
     figure = new_figure(columns * panel[0] + 0.3, rows * panel[1] + 0.5)
     figure.suptitle(title, fontsize=11)

@@ -51,9 +51,8 @@ class Text:
 
 @functools.lru_cache(maxsize=64)
 def load_font(file: str | None, size: float) -> ImageFont.FreeTypeFont:
-    """A font at a size in pixels; ``None`` means DejaVu Sans, or Pillow's own font if DejaVu Sans is missing."""
-    file = file or _dejavu()
-    return ImageFont.truetype(file, size) if file else ImageFont.load_default(size)
+    """A font at a size in pixels; ``None`` means DejaVu Sans."""
+    return ImageFont.truetype(file or _dejavu(), size)
 
 
 def fallbacks(text: str) -> dict[str, str]:
@@ -61,7 +60,7 @@ def fallbacks(text: str) -> dict[str, str]:
 
     Characters that no font has are drawn as boxes; a warning names them once.
     """
-    return {} if text.isascii() or not _dejavu() else _fallbacks("".join(sorted({*text})))
+    return {} if text.isascii() else _fallbacks("".join(sorted({*text})))
 
 
 def families(text: str) -> list[str]:
@@ -76,11 +75,9 @@ def families(text: str) -> list[str]:
 
 
 @functools.cache
-def _dejavu() -> str | None:
+def _dejavu() -> str:
     """The path of DejaVu Sans, without importing matplotlib."""
-    package = find_spec("matplotlib")
-    file = Path(package.origin).parent / FILE if package and package.origin else None
-    return str(file) if file and file.is_file() else None
+    return str(Path(find_spec("matplotlib").origin).parent / FILE)
 
 
 @functools.cache

@@ -49,7 +49,7 @@ def write_report(
         num_worst: number of worst images to draw.
 
     Raises:
-        BadInputError: matplotlib is not installed, or a file cannot be written.
+        BadInputError: a file cannot be written.
     """
     names = dataset.classes.names
     curves, matrix = matches.curves(len(names)), matches.confusion(len(names), threshold)
@@ -242,7 +242,7 @@ def write_class_report(counts: np.ndarray, names: Sequence[str], figures: Mappin
         folder: folder to write to; created if missing.
 
     Raises:
-        BadInputError: matplotlib is not installed, or a file cannot be written.
+        BadInputError: a file cannot be written.
     """
     save_figure(confusion_figure(counts, names), folder / "confusion.png")
     pairs = tabulate(most_confused(counts, names), ("class", "found as", "images"), tablefmt="github", disable_numparse=True)

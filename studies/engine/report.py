@@ -35,7 +35,7 @@ def write_report(path: Path) -> list[Path]:
         The paths of the files.
 
     Raises:
-        BadInputError: a plan that cannot be read, or matplotlib is not installed.
+        BadInputError: a plan that cannot be read.
     """
     plan = load_plan(path)
     parts, files = [f"# {plan.folder.name}", f"`python -m studies report {os.path.relpath(path)}`"], []

@@ -119,12 +119,3 @@ def test_plain_text_is_measured_as_pillow_measures_it():
     assert font.getname() == ("DejaVu Sans", "Book")
     assert text.box == tuple(round(value) for value in font.getbbox("Cat, 0.95 g", anchor="ls"))
     assert Text("", 20).box == (0, 0, 0, 0)
-
-
-def test_without_matplotlib_the_font_is_that_of_pillow(monkeypatch):
-    monkeypatch.setattr(fonts, "_dejavu", lambda: None)
-    load_font.cache_clear()
-    try:
-        assert load_font(None, 20).getname()[0] != "DejaVu Sans" and Text(BOX, 20).box[2] > 0
-    finally:
-        load_font.cache_clear()
