@@ -306,3 +306,14 @@ def test_a_label_beyond_the_classes_is_refused():
         _to_targets({"instances": truth, "file_name": "a.jpg", "image_id": 5}, 3)
     with pytest.raises(DataError, match="no 'instances'"):
         _to_targets({"file_name": "a.jpg", "image_id": 5}, 3)
+
+
+def test_a_backbone_that_is_handed_over_replaces_that_of_the_config():
+    from cpvt_det.d2 import CPVTDetr
+    from cpvt_det.d2.config import load_cfg
+    from cpvt_det.models import ResNetBackbone
+
+    cfg = load_cfg("", ["MODEL.NUM_CLASSES", "3", "MODEL.DEVICE", "cpu"])
+    with torch.device("meta"):
+        model = CPVTDetr(cfg, backbone=ResNetBackbone("resnet18", stages=[5]))
+    assert model.backbone.channels == [512]
