@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Add a PEG to another project's model, remove it, fold it, and report where it is."""
 
-import inspect
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from tabulate import tabulate
 from torch import nn
 
 from cpvt_det.checkpoint.files import read_checkpoint, state_dict_of
-from cpvt_det.common.errors import UnknownNameError, WeightsError
+from cpvt_det.common.errors import WeightsError
 from cpvt_det.common.structures import Size
 from cpvt_det.plug.families import Family, attribute_of, checked_grid, find_owner
 from cpvt_det.plug.hooks import ApplyPEG, AttributeOverride, ForwardContext, PlugError, RecordGrid
@@ -69,7 +68,7 @@ def add_peg(
 
     Raises:
         PlugError: an unknown, compiled or wrapped model, or one that already has a PEG; a missing layer; no encoding to replace.
-        UnknownNameError: an option that PEG does not have.
+        TypeError: an option that PEG does not have.
         WeightsError: weights that do not fit the PEGs one to one. The model is then unchanged.
     """
     _refuse_wrapped(model)
@@ -198,10 +197,6 @@ def _make_pegs(
     owner: nn.Module, layers: Mapping[str, nn.Module], family: Family, share_levels: bool, peg_options: Mapping[str, Any]
 ) -> dict[str, nn.Module]:
     """For each layer a PEG, or a list of one per level, on the device and in the dtype of the layer."""
-    known = set(inspect.signature(PEGDetection).parameters) - {"channels"}
-    for option in peg_options:
-        if option not in known:
-            raise UnknownNameError("option of PEG", option, known)
     options = {"zero_init": True, **peg_options}
     levels, pegs = family.levels(owner), {}
     for name, layer in layers.items():

@@ -232,7 +232,7 @@ class AttributeOverride:
     def __init__(self, module: nn.Module, name: str, value: Any):
         self.module, self.name = module, name
         self.had, self.kept = hasattr(module, name), getattr(module, name, None)
-        self.order, self.dtype = list(module._parameters), next(module.parameters()).dtype
+        self.order = list(module._parameters)
         if isinstance(value, Tensor):
             delattr(module, name)
             module.register_buffer(name, value, persistent=False)
@@ -240,14 +240,13 @@ class AttributeOverride:
             setattr(module, name, value)
 
     def remove(self) -> None:
-        """Restore the old value. A parameter gets its old place among the module's parameters, and is put on the device of the
-        other parameters."""
+        """Restore the old value. A parameter gets its old place among the module's parameters, and the device and dtype of the
+        others."""
         module, kept = self.module, self.kept
         if isinstance(kept, nn.Parameter):
             if self.name in module._buffers:
                 delattr(module, self.name)
-            other = next(module.parameters())
-            kept.data = kept.data.to(other.device, other.dtype if other.dtype != self.dtype else kept.dtype)
+            kept.data = kept.data.to(next(module.parameters()))
         if not self.had:
             delattr(module, self.name)
             return

@@ -10,7 +10,7 @@ formula in torch 2.9 and 2.14.
 import contextlib
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,8 +53,8 @@ class Costs:
     """
 
     parameters: dict[str, int]
-    multiply_adds: dict[str, int] = field(default_factory=dict)
-    activations: dict[str, int] = field(default_factory=dict)
+    multiply_adds: dict[str, int]
+    activations: dict[str, int]
 
 
 def count_costs(detector: nn.Module, images: Tensor, padding_mask: Tensor) -> Costs:
