@@ -95,7 +95,7 @@ def _fallbacks(characters: str) -> dict[str, str]:
         except (OSError, RuntimeError):  # a damaged font
             continue
         has = {character for character in left if font.get_char_index(ord(character))}
-        if font.scalable and not font.family_name.lstrip(".").startswith(LAST_RESORT):
+        if has and font.scalable and not font.family_name.lstrip(".").startswith(LAST_RESORT):
             fonts.append((-len(has), font.style_name not in UPRIGHT, file, has))
     found: dict[str, str] = {}
     for *_, file, has in sorted(fonts):
