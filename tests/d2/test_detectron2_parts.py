@@ -317,3 +317,15 @@ def test_a_backbone_that_is_handed_over_replaces_that_of_the_config():
     with torch.device("meta"):
         model = CPVTDetr(cfg, backbone=ResNetBackbone("resnet18", stages=[5]))
     assert model.backbone.channels == [512]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("BACKBONE.DC5", "True"), ("BACKBONE.NORM", "BN"), ("BACKBONE.WIDTH", "32"), ("CHECKPOINTING", "True")]
+)
+def test_keys_that_backbones_of_detectron2_do_not_read_are_refused(key, value):
+    from cpvt_det.d2.backbones import build_detector_backbone
+    from cpvt_det.d2.config import load_cfg
+
+    cfg = load_cfg("", ["MODEL.BACKBONE.NAME", "build_resnet_backbone", f"MODEL.{key}", value])
+    with pytest.raises(ConfigError, match=rf"backbones of detectron2 do not support MODEL\.{key}, got"):
+        build_detector_backbone(cfg)
