@@ -38,7 +38,7 @@ from cpvt_det.training.recipe import (
     too_little_time,
 )
 from cpvt_det.training.setup import set_threads
-from cpvt_det.training.tasks.task import build_task, require_figure
+from cpvt_det.training.tasks.task import build_task, require_best_figure
 from cpvt_det.training.tuning import FROZEN, LEAST_CANVAS, PIP, TrainedStart, describe_classes, tuning_choices
 
 TYPED = "from the command line"
@@ -156,8 +156,7 @@ def _refuse_early(typed: CfgNode, keys: Sequence[str], datasets: Sequence[CocoDa
     builders.set_classes(cfg, val.classes)
     builders.check_evaluation(cfg)
     build_callbacks(cfg, [val])
-    if cfg.TEST.BEST_FIGURE:
-        require_figure(cfg.TEST.BEST_FIGURE, build_task(cfg), [val])
+    require_best_figure(build_task(cfg), [val])
 
 
 def _typed_epochs(typed: CfgNode, keys: Sequence[str], epochs_per_step: float) -> float | None:

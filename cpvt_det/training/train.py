@@ -20,12 +20,12 @@ from cpvt_det.data.loader import dead_workers_named
 from cpvt_det.solver.schedule import TrainingSchedule
 from cpvt_det.solver.step import wrap_for_processes
 from cpvt_det.training.callbacks import Callback, RunCallbacks, TrainingRun, build_callbacks
-from cpvt_det.training.evaluate import chosen_threshold, draw_run, evaluate, evaluate_sizes
+from cpvt_det.training.evaluate import chosen_threshold, draw_run, evaluate, evaluate_sizes, measure
 from cpvt_det.training.guard import RunGuard
 from cpvt_det.training.metrics import MetricsWriter
-from cpvt_det.training.progress import RunEvaluations, log_advice, log_next_steps
+from cpvt_det.training.progress import log_advice, log_next_steps
 from cpvt_det.training.setup import choose_run_id, choose_seed, describe_model, only_run_in, record_agents, setup_run, write_config
-from cpvt_det.training.tasks.task import Results, build_task, flatten
+from cpvt_det.training.tasks.task import Results, build_task, figure_of, flatten, require_best_figure
 
 logger = logging.getLogger("cpvt_det")
 
@@ -127,6 +127,7 @@ def train(cfg: CfgNode, engine: Engine, resume: bool, callbacks: Sequence[Callba
     records = task.training_records(datasets)
     length = builders.build_schedule(cfg, len(records))
     all_callbacks = build_callbacks(cfg, tests, callbacks)
+    require_best_figure(task, tests)
     output = setup_run(cfg)
     engine.start(output)
     log_data(datasets + tests)
@@ -143,7 +144,6 @@ def train(cfg: CfgNode, engine: Engine, resume: bool, callbacks: Sequence[Callba
     step = builders.build_step(cfg, model, builders.build_optimizer(cfg, detector), length, state.seed, state.ema)
     trainer = TrainerState(step)
     checkpointer = RunCheckpointer(detector, output, cfg.SOLVER.CHECKPOINT_KEEP, trainer=trainer, cpvt_det=state)
-    evaluations = RunEvaluations(cfg, task, records, tests, checkpointer)
 
     start = checkpointer.begin(resume)
     require_rest(cfg, start, length)
@@ -182,7 +182,8 @@ def train(cfg: CfgNode, engine: Engine, resume: bool, callbacks: Sequence[Callba
                 nonlocal results
                 with writer.clock_stopped():
                     with guard.evaluation():
-                        results = evaluations.evaluate(evaluated, iteration, output)
+                        results, state.thresholds = measure(task, evaluated, tests, output)
+                        checkpointer.keep_best(figure_of(state.best.name, results), iteration)
                         writer.write(iteration, flatten(results))
                     calls.evaluation(iteration, results)
                 if iteration + 1 == length.max_iter or calls.is_over:

@@ -1,16 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Score thresholds and the constant box, worked out by hand."""
+"""Score thresholds, worked out by hand."""
 
 import math
 
-import numpy as np
 import pytest
-import torch
 from test_evaluation import detections, evaluator_of, scene
 
-from cpvt_det.data.records import BOX, IMAGE, Records, Table
 from cpvt_det.evaluation.thresholds import Thresholds
-from cpvt_det.training.tasks.detection import constant_detections
 
 CAT, DOG = (0, 0, 40, 40), (100, 100, 140, 140)  # of image 42
 
@@ -55,35 +51,3 @@ def test_thresholds_become_plain_values_and_back():
 def test_other_values_are_no_thresholds(state):
     with pytest.raises(ValueError, match=r'thresholds must be {"overall": score, "classes": \[2 scores\]}, scores from 0 to 1'):
         Thresholds.from_state_dict(state, 2)
-
-
-def records_of(*sizes, boxes):
-    """Images of (height, width), and boxes of (index of the image, label, x1, y1, x2, y2), image by image."""
-    images, table = np.zeros(len(sizes), IMAGE), np.array(boxes)
-    images["height"], images["width"] = zip(*sizes, strict=True)
-    images["count"] = images["to_learn"] = np.bincount(table[:, 0], minlength=len(sizes))
-    images["first"] = np.searchsorted(table[:, 0], np.arange(len(sizes)))
-    objects = np.zeros(len(table), BOX)
-    objects["label"], objects["xywh"] = table[:, 1], np.hstack((table[:, 2:4], table[:, 4:] - table[:, 2:4]))
-    return Records([(Table(images, np.zeros(0, np.uint8), objects), "")])
-
-
-def test_the_constant_box_is_the_mean_of_each_class_in_shares_of_the_image():
-    """Class 2 is in both images, once over the left half and once, twice as large in pixels, over the right half: the mean of
-    [0, 0, 1/2, 1] and [1/2, 0, 1, 1]. Class 0 is in one of three. Class 1 has no box.
-    """
-    boxes = [(0, 2, 0, 0, 100, 100), (0, 0, 20, 10, 40, 30), (1, 2, 200, 0, 400, 200)]
-    records = records_of((100, 200), (200, 400), (50, 50), boxes=boxes)
-    found = constant_detections(records)
-    assert found.labels.tolist() == [2, 0]
-    torch.testing.assert_close(found.scores, torch.tensor([2 / 3, 1 / 3]))
-    torch.testing.assert_close(found.boxes_xyxy, torch.tensor([[0.25, 0, 0.75, 1], [0.1, 0.1, 0.2, 0.3]]))
-    assert constant_detections(records, most=1).labels.tolist() == [2]
-    assert constant_detections(records[2:]).boxes_xyxy.shape == (0, 4)
-
-
-def test_no_class_has_more_than_its_share_where_an_image_has_many_boxes():
-    boxes = [(0, 0, 0, 0, 5, 5), (0, 0, 5, 5, 10, 10), (0, 0, 0, 0, 10, 10)]
-    found = constant_detections(records_of((10, 10), (10, 10), boxes=boxes))
-    assert found.scores.tolist() == [0.5]
-    torch.testing.assert_close(found.boxes_xyxy, torch.tensor([[1 / 6, 1 / 6, 5 / 6, 5 / 6]]))

@@ -29,7 +29,6 @@ from cpvt_det.evaluation.top_k import ClassEvaluator, format_accuracies, most_co
 from cpvt_det.losses.soft_labels import ClassCriterion
 from cpvt_det.models import BACKBONE_REGISTRY, Classifier
 from cpvt_det.solver.classify import BatchMixing, ClassTrainingModel
-from cpvt_det.training.tasks import build_task
 from cpvt_det.training.train import run
 
 ALL = {
@@ -148,7 +147,7 @@ def test_a_run_writes_what_a_detector_s_run_writes(trained):
         assert (trained / name).stat().st_size > 0, name
     assert "Classes that are confused most" in (trained / "report/report.md").read_text()
     log = (trained / "log.txt").read_text()
-    assert "classes, ordered by their number of training images: classes/top1 33.3" in log and "few for photographs" not in log
+    assert "few for photographs" not in log
     assert "scores from" not in log and "train: 12 images of 3 classes" in log
 
 
@@ -459,10 +458,3 @@ def test_the_main_figures_come_first_in_curves():
     found = ClassEvaluator(records_of(0, 1), ("a-b", "c")).evaluate()
     records = {1: {f"classes/{name}": value for name, value in found["classes"].items()}}
     assert main_figures(records) == [["classes/top1", "classes/top1_class_mean"]]
-
-
-def test_the_constant_answer_is_the_most_frequent_class(folders, tmp_path):
-    task = build_task(config(folders, tmp_path))
-    (train,), (test,) = task.load_splits()
-    assert task.baseline(train.records[:5], test) == {"classes/top1": pytest.approx(100 / 3)}
-    assert isinstance(classifier(folders, tmp_path), Classifier)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run reports of its progress: the constant box, early stops, thresholds, and the commands that come next."""
+"""What a run reports of its progress: early stops, thresholds, and the commands that come next."""
 
 import json
 import logging
@@ -11,18 +11,18 @@ import shutil
 import pytest
 import torch
 from click.testing import CliRunner
-from test_runner import assert_same_run, losses_of, metrics_of, weights_of
+from test_runner import assert_same_run, losses_of, weights_of
 from tiny import overrides
 
 from cpvt_det import Predictor
-from cpvt_det.checkpoint.checkpointer import RunState
+from cpvt_det.checkpoint.checkpointer import RunCheckpointer, RunState
 from cpvt_det.cli import main
 from cpvt_det.common.class_names import Classes
 from cpvt_det.common.errors import ConfigError, UnknownNameError
 from cpvt_det.common.structures import Detections
 from cpvt_det.config import load_cfg
-from cpvt_det.training.progress import RunEvaluations, _is_below, log_next_steps, what_helps
-from cpvt_det.training.tasks import DetectionTask, build_task
+from cpvt_det.training.progress import log_next_steps
+from cpvt_det.training.tasks import DetectionTask
 from cpvt_det.training.train import run
 
 EVERY_SECOND = {"TEST__EVAL_PERIOD": 2, "SOLVER__MAX_ITER": 12, "SOLVER__CHECKPOINT_PERIOD": 1, "SOLVER__CHECKPOINT_KEEP": 20}
@@ -31,84 +31,19 @@ EVERY_SECOND = {"TEST__EVAL_PERIOD": 2, "SOLVER__MAX_ITER": 12, "SOLVER__CHECKPO
 @pytest.fixture
 def scripted(monkeypatch):
     """Evaluations whose AP is the next of a list, whatever the model; which ones were taken, by iteration."""
+    real = RunCheckpointer.keep_best
 
     def script(**figures):
-        real, seen = RunEvaluations.evaluate, []
+        seen = []
 
-        def evaluate(self, detector, iteration, output):
+        def keep_best(self, figure, iteration):
             seen.append(iteration)
-            return real(self, detector, iteration, output)
+            real(self, figures[f"at_{iteration}"], iteration)
 
-        def figure(name, results):
-            return script.figures[f"at_{seen[-1]}"]
-
-        script.figures = figures
-        monkeypatch.setattr(RunEvaluations, "evaluate", evaluate)
-        monkeypatch.setattr("cpvt_det.training.progress.figure_of", figure)
+        monkeypatch.setattr(RunCheckpointer, "keep_best", keep_best)
         return seen
 
     return script
-
-
-# The constant box
-
-
-def warnings_of(folder):
-    return [line for line in (folder / "log.txt").read_text().splitlines() if "WARNING" in line]
-
-
-def test_a_constant_box_that_is_right_in_every_image_scores_100(drawn_coco, tmp_path):
-    """The last image alone, as training and test set: one green box, and nothing else."""
-    content = drawn_coco.content
-    content["images"] = [image for image in content["images"] if image["id"] == 5]
-    content["annotations"] = [entry for entry in content["annotations"] if entry["image_id"] == 5]
-    drawn_coco.files.annotations.write_text(json.dumps(content))
-    task = build_task(load_cfg("", overrides(drawn_coco.files, tmp_path)))
-    (train,), (test,) = task.load_splits()
-    assert task.baseline(train.records, test) == pytest.approx({"bbox/AP": 100, "bbox/AP50": 100})
-
-
-def test_a_run_below_the_constant_box_is_told_at_each_evaluation(train, monkeypatch):
-    monkeypatch.setattr(DetectionTask, "baseline", lambda *_: {"bbox/AP": -1.0, "bbox/AP50": 60.25})
-    folder = train("run", TEST__EVAL_PERIOD=3)
-    log = (folder / "log.txt").read_text()
-    assert (
-        log.count("For comparison, the mean training box of each class, the same in every image: bbox/AP -1.0, bbox/AP50 60.2") == 1
-    )
-    told = [line for line in warnings_of(folder) if "the model is worse than" in line]
-    found = [line["bbox/AP50"] for line in metrics_of(folder) if "bbox/AP50" in line]
-    assert len(told) == len(found) == 2
-    for line, value, iteration in zip(told, found, (2, 5), strict=True):
-        assert f"After iteration {iteration} the model is worse than the mean training box of each class, the same in every" in line
-        assert f"every image: bbox/AP50 {value:.1f} is below" in line
-        assert "is below 60.2; what helps: trained weights to start from (MODEL.WEIGHTS" in line
-
-
-def test_two_figures_are_told_with_the_decimals_that_tell_them_apart():
-    assert _is_below("AP", 9.93, 60.25) == "AP 9.9 is below 60.2"
-    assert _is_below("AP", 0.004, 0.02) == "AP 0.00 is below 0.02" and _is_below("AP", 0.004, 0.0042) == "AP 0.0040 is below 0.0042"
-
-
-def test_a_run_above_the_constant_box_is_not_warned(train, monkeypatch):
-    monkeypatch.setattr(DetectionTask, "baseline", lambda *_: {"bbox/AP": -1.0, "bbox/AP50": -1.0})
-    log = (train("run") / "log.txt").read_text()
-    assert "For comparison" in log and "the model is worse than" not in log
-
-
-def test_the_constant_box_looks_at_no_image(drawn_coco, tmp_path):
-    task = build_task(load_cfg("", overrides(drawn_coco.files, tmp_path)))
-    (train,), (test,) = task.load_splits()
-    for path in drawn_coco.files.image_root.rglob("*.png"):
-        path.unlink()
-    assert set(task.baseline(train.records, test)) == {"bbox/AP", "bbox/AP50"}
-
-
-def test_what_helps_is_what_a_run_has_not_got():
-    both = "trained weights to start from (MODEL.WEIGHTS, or MODEL.BACKBONE.WEIGHTS), more"
-    assert both in what_helps(load_cfg("")) and "--config-file output/config.yaml " in what_helps(load_cfg(""))
-    assert "to start from (MODEL.WEIGHTS), more" in what_helps(load_cfg("", ["MODEL.BACKBONE.WEIGHTS", "pip"]))
-    trained = what_helps(load_cfg("", ["MODEL.WEIGHTS", "a.pth", "OUTPUT_DIR", "a b"]))
-    assert "start from" not in trained and "--config-file 'a b/config.yaml' " in trained
 
 
 # Early stopping and the best figure
@@ -198,9 +133,7 @@ def test_the_best_checkpoint_is_that_of_the_chosen_figure(train, monkeypatch):
         ap, ar = next(aps)
         return {"bbox": {"AP": ap, "AP50": ap, "AR100": ar}}
 
-    monkeypatch.setattr("cpvt_det.training.tasks.task.require_figure", lambda *_: None)
-    monkeypatch.setattr("cpvt_det.training.progress.require_figure", lambda *_: None)
-    monkeypatch.setattr(DetectionTask, "baseline", lambda *_: {})
+    monkeypatch.setattr("cpvt_det.training.train.require_best_figure", lambda *_: None)
     monkeypatch.setattr(DetectionTask, "format_results", lambda *_: "")
     monkeypatch.setattr("cpvt_det.evaluation.coco.CocoEvaluator.evaluate", evaluate)
     folder = train("run", TEST__EVAL_PERIOD=2, TEST__BEST_FIGURE="AR100")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks, the parts of a run that differ between detection and classification: data, model, baseline, metrics and pictures."""
+"""Tasks, the parts of a run that differ between detection and classification: data, model, metrics and pictures."""
 
 from cpvt_det.training.tasks.classification import ClassificationTask
 from cpvt_det.training.tasks.detection import DetectionTask

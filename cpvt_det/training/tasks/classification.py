@@ -11,9 +11,9 @@ from fvcore.common.config import CfgNode
 from cpvt_det import builders
 from cpvt_det.data.coco import CocoDataset
 from cpvt_det.data.records import Records, join
-from cpvt_det.data.validation.check import CheckedData, count_images
+from cpvt_det.data.validation.check import CheckedData
 from cpvt_det.data.validation.issues import EXAMPLES
-from cpvt_det.training.tasks.task import TASK_REGISTRY, Results, Task, flatten, place_of
+from cpvt_det.training.tasks.task import TASK_REGISTRY, Results, Task, place_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -34,7 +34,6 @@ class ClassificationTask(Task):
 
     main_figure = "classes/top1"
     figures = ("top1", "top1_class_mean", "top5")
-    constant = "the same answer for every image: the classes, ordered by their number of training images"
 
     def __init__(self, cfg: CfgNode):
         super().__init__(cfg)
@@ -82,18 +81,6 @@ class ClassificationTask(Task):
 
         self.evaluators[dataset.name] = evaluator = ClassEvaluator(dataset.records, dataset.classes.names)
         return evaluator
-
-    def baseline(self, records: Records, dataset: CocoDataset) -> dict[str, float]:
-        """Top-1 of a constant prediction, in which the score of each class is the class's share of the training images."""
-        import torch
-
-        from cpvt_det.evaluation.top_k import ClassEvaluator
-
-        counts = count_images(records, len(dataset.classes))
-        evaluator, scores = ClassEvaluator(dataset.records, dataset.classes.names), torch.from_numpy(counts / max(1, len(records)))
-        for record in dataset.records:
-            evaluator.add(record.image_id, scores)
-        return {self.main_figure: flatten(evaluator.evaluate())[self.main_figure]}
 
     def infer(self, detector: "nn.Module", samples: "Sequence[Sample]") -> "list[Tensor]":
         from cpvt_det.evaluation.answers import classify

@@ -7,15 +7,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from cpvt_det import builders
 from cpvt_det.common.files import write_json
 from cpvt_det.data.coco import CocoDataset
 from cpvt_det.data.records import Records
 from cpvt_det.data.validation.check import CheckedData
 from cpvt_det.data.validation.issues import EXAMPLES
-from cpvt_det.training.tasks.task import TASK_REGISTRY, Results, Task, flatten, place_of
+from cpvt_det.training.tasks.task import TASK_REGISTRY, Results, Task, place_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -39,7 +37,6 @@ class DetectionTask(Task):
 
     main_figure = "bbox/AP"
     figures = ("AP", "AP50", "AP75", "APs", "APm", "APl")
-    constant = "the mean training box of each class, the same in every image"
 
     def check_data(self, decode: bool = False, examples: float = EXAMPLES) -> CheckedData:
         """Training and test sets with their faults, as :func:`cpvt_det.builders.check_datasets`."""
@@ -93,19 +90,6 @@ class DetectionTask(Task):
                 COUNTED,
             )
         return evaluator
-
-    def baseline(self, records: Records, dataset: CocoDataset) -> dict[str, float]:
-        """AP and AP50 of the constant boxes of :func:`constant_detections` on a test set."""
-        import torch
-
-        from cpvt_det.common.structures import Detections
-
-        constant, evaluator = constant_detections(records), builders.build_evaluator(dataset)
-        for record in dataset.records:
-            sides = torch.tensor([record.width, record.height, record.width, record.height])
-            evaluator.add(record.image_id, Detections(constant.boxes_xyxy * sides, constant.scores, constant.labels))
-        figures = flatten(evaluator.evaluate())
-        return {name: figures[name] for name in (self.main_figure, f"{self.main_figure}50") if name in figures}
 
     @cached_property
     def postprocessor(self) -> "PostProcessor":
@@ -184,43 +168,3 @@ def _warn_of_low(scores: Sequence[float], threshold: float, where: str) -> None:
             where,
             max(scores),
         )
-
-
-def constant_detections(records: Records, most: int = 100) -> "Detections":
-    """One box for each class: the mean of the class's training boxes, in fractions of the sides of their images.
-
-    A model must beat this baseline to have learned more than where objects usually are.
-
-    The mean is taken over each corner coordinate, and is therefore also the mean of centres, widths and heights. The score of a
-    class is the share of training images that contain it. The score only ranks classes, because all boxes of a class are the same.
-
-    Args:
-        records: images to train on.
-        most: largest number of detections; the most frequent classes are kept.
-
-    Returns:
-        For k classes with boxes, best first: boxes (k, 4) float32 in [0, 1], in fractions of the image's sides, scores (k,)
-        float32, labels (k,) int64.
-    """
-    import torch
-
-    from cpvt_det.common.structures import Detections
-
-    totals = np.zeros((0, 6))  # for each class up to the last one found: images, boxes, sums of corners
-    for block in records.blocks():
-        image_of, boxes, labels = block.boxes_to_learn()
-        boxes = boxes / block.sizes[:, [1, 0, 1, 0]][image_of]
-        number = max(len(totals), labels.max(initial=-1) + 1)
-        classes = np.unique(image_of * number + labels) % max(1, number)  # each class once per image
-        counts = [np.bincount(classes, minlength=number), np.bincount(labels, minlength=number)]
-        sums = np.stack([*counts, *(np.bincount(labels, column, number) for column in boxes.T)], axis=1).astype(np.float64)
-        sums[: len(totals)] += totals
-        totals = sums
-    images = totals[:, 0]
-    known = np.argsort(-images, kind="stable")[: np.count_nonzero(images)][:most]
-    means = totals[known, 2:] / totals[known, 1:2]
-    return Detections(
-        torch.from_numpy(means.astype(np.float32)),
-        torch.from_numpy((images[known] / max(1, len(records))).astype(np.float32)),
-        torch.from_numpy(known.astype(np.int64)),
-    )

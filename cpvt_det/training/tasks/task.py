@@ -31,7 +31,7 @@ Results = dict[str, Any]
 
 
 class Task(ABC):
-    """The parts of a run that depend on its task: data, model, baseline, metrics and pictures.
+    """The parts of a run that depend on its task: data, model, metrics and pictures.
 
     Both runners, ``check-data``, ``show data``, studies and the checkpoints of a run use it.
 
@@ -45,13 +45,11 @@ class Task(ABC):
             :func:`flatten`. Curves and comparisons show the first two metrics of every group in alphabetical order, so the main
             metric's name must come first in that order.
         figures: names of the metrics that a study records, within the group of ``main_figure``; the main metric comes first.
-        constant: description of the prediction that :meth:`baseline` measures, for the log.
         evaluators: name of the test set -> evaluator of the last evaluation, as far as :meth:`show_results` needs it.
     """
 
     main_figure: str
     figures: Sequence[str]
-    constant = "an answer that is the same for every image"
 
     def __init__(self, cfg: CfgNode):
         self.cfg = cfg
@@ -107,15 +105,6 @@ class Task(ABC):
     @abstractmethod
     def build_evaluator(self, dataset: CocoDataset) -> "Evaluator":
         """The evaluator of a test set; the first key of its results is the group of ``main_figure``."""
-
-    def baseline(self, records: Records, dataset: CocoDataset) -> dict[str, float]:
-        """Metrics of a constant prediction on a test set, by name. A run with lower metrics gets a warning.
-
-        Args:
-            records: images to train on.
-            dataset: the test set.
-        """
-        return {}
 
     @abstractmethod
     def infer(self, detector: "nn.Module", samples: "Sequence[Sample]") -> Sequence[Any]:
@@ -185,13 +174,21 @@ def figure_of(figure: str, results: Results) -> float:
     raise UnknownNameError("figure of the evaluation (TEST.BEST_FIGURE)", figure, scalars)
 
 
-def require_figure(figure: str, task: Task, datasets: Sequence[Any]) -> None:
-    """Refuse a metric that evaluations will not contain. The known names are taken from an evaluation without predictions.
+def require_best_figure(task: Task, datasets: Sequence[Any]) -> None:
+    """Refuse a ``TEST.BEST_FIGURE`` that evaluations will not contain. The known names are taken from an evaluation without
+    predictions.
 
     Raises:
         UnknownNameError: a name that no evaluation has.
-        ConfigError: a metric that is undefined, because the test set has no objects for it.
+        ConfigError: a metric that is undefined, because there is no test set, or because it has no objects for the metric.
     """
+    figure = task.cfg.TEST.BEST_FIGURE
+    if not figure:
+        return
+    if not datasets:
+        raise ConfigError(
+            f"TEST.BEST_FIGURE is {figure}, but nothing is evaluated: name a test set in DATASETS.TEST, or leave the key out"
+        )
     results = {dataset.name: task.build_evaluator(dataset).evaluate() for dataset in datasets}
     if math.isnan(figure_of(figure, results[datasets[0].name] if len(datasets) == 1 else results)):
         raise ConfigError(f"TEST.BEST_FIGURE {figure}: {datasets[0].name} has no objects that it measures; choose another figure")
