@@ -9,8 +9,8 @@ from typing import Any
 
 _NAMES = {
     "data": (
-        "build_evaluator build_test_loader build_test_mapper build_tiling build_train_loader check_evaluation load_splits "
-        "load_tests"
+        "build_class_mapper build_evaluator build_test_loader build_test_mapper build_tiling build_train_loader check_evaluation "
+        "load_checked load_for_tests load_for_training load_splits load_tests require_rgb"
     ),
     "datasets": "check_class_datasets check_datasets set_classes training_records",
     "detector": (
@@ -19,10 +19,6 @@ _NAMES = {
     ),
     "parts": (
         "backbone_position build_backbone build_classification build_criterion build_device build_encoder_position require_patches"
-    ),
-    "classifier_run": (
-        "build_class_mapper build_class_test_loader build_class_train_loader build_class_training_model load_class_splits "
-        "load_class_tests"
     ),
     "training": "build_ema build_optimizer build_schedule build_step",
 }

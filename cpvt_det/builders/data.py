@@ -16,7 +16,7 @@ from cpvt_det.builders.parts import build_device
 from cpvt_det.common import distributed
 from cpvt_det.common.errors import ConfigError, DataError, UnknownNameError, config_errors, first_line
 from cpvt_det.data.cache import KeptLook
-from cpvt_det.data.classify import ClassMapper
+from cpvt_det.data.classify import ClassMapper, central_transform
 from cpvt_det.data.coco import CocoDataset
 from cpvt_det.data.loader import MappedDataset, SampleLoader, TrainBatches, evaluation_loader
 from cpvt_det.data.mapper import Mapper, RandomShortSide, train_transform
@@ -144,6 +144,18 @@ def build_test_mapper(cfg: CfgNode) -> Mapper:
     require_rgb(cfg)
     transform = RandomShortSide([cfg.INPUT.MIN_SIZE_TEST], cfg.INPUT.MAX_SIZE_TEST)
     return Mapper(transform, with_targets=False, with_pixels=build_tiling(cfg) is not None)
+
+
+def build_class_mapper(cfg: CfgNode) -> ClassMapper:
+    """The mapper of a classifier, which resizes and crops an image to the test size, in evaluation and prediction.
+
+    Raises:
+        ConfigError: a size or a ratio out of range, or a channel order other than RGB.
+    """
+    node = cfg.INPUT.CLASSIFY
+    require_rgb(cfg)
+    with config_errors("INPUT.CLASSIFY"):
+        return ClassMapper(central_transform(node.TEST_SIZE, node.CROP_RATIO), with_targets=False)
 
 
 def build_tiling(cfg: CfgNode) -> Tiling | None:

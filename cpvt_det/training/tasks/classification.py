@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from fvcore.common.config import CfgNode
 
 from cpvt_det import builders
+from cpvt_det.common.errors import ConfigError, config_errors
 from cpvt_det.data.coco import CocoDataset
 from cpvt_det.data.records import Records, join
 from cpvt_det.data.validation.check import CheckedData
@@ -44,37 +45,81 @@ class ClassificationTask(Task):
         return builders.check_class_datasets(self.cfg, decode=decode, examples=examples)
 
     def load_splits(self) -> tuple[list[CocoDataset], list[CocoDataset]]:
-        """Training sets and test sets, as :func:`cpvt_det.builders.load_class_splits`."""
-        train, tests = builders.load_class_splits(self.cfg)
+        """Training sets and test sets of images with one class each.
+
+        Raises:
+            BadInputError: as for :func:`cpvt_det.builders.load_splits`; a model that is not a classifier.
+        """
+        train, tests = self._load("TRAIN", "TEST")
         self._classes = train[0].classes
         return train, tests
 
     def load_tests(self) -> list[CocoDataset]:
-        """Test sets, as :func:`cpvt_det.builders.load_class_tests`."""
-        return builders.load_class_tests(self.cfg)
+        """The test sets alone; errors as in :meth:`load_splits`."""
+        return self._load("TEST")[1]
+
+    def _load(self, *splits: str) -> tuple[list[CocoDataset], list[CocoDataset]]:
+        """Load data sets, but first refuse settings with which evaluation would fail."""
+        if not builders.is_classifier(self.cfg):
+            name = self.cfg.MODEL.META_ARCHITECTURE
+            raise ConfigError(
+                f"TASK is {self.cfg.TASK!r}, but MODEL.META_ARCHITECTURE {name!r} is not a classifier; set it to CPVTClassifier"
+            )
+        builders.build_class_mapper(self.cfg)
+        return builders.load_checked(self.cfg, splits, builders.check_class_datasets)
 
     def training_records(self, datasets: list[CocoDataset]) -> Records:
         """The images to train on, without any selection."""
         return join([dataset.records for dataset in datasets])
 
     def build_train_loader(self, records: Records, seed: int) -> "SampleLoader":
-        """Batches for training, as :func:`cpvt_det.builders.build_class_train_loader`."""
-        return builders.build_class_train_loader(self.cfg, records, seed)
+        """A loader of augmented batches, each with this process's share of ``SOLVER.IMS_PER_BATCH``.
+
+        Raises:
+            ConfigError: a batch size that is not divisible by the number of processes, or invalid settings of ``INPUT.CLASSIFY``.
+        """
+        from cpvt_det.data.classify import ClassMapper, crop_transform
+        from cpvt_det.data.loader import MappedDataset
+
+        cfg, node = self.cfg, self.cfg.INPUT.CLASSIFY
+        builders.require_rgb(cfg)
+        with config_errors("INPUT.CLASSIFY, SOLVER or DATALOADER"):
+            flip, colour = cfg.INPUT.RANDOM_FLIP == "horizontal", [round(value) for value in cfg.MODEL.PIXEL_MEAN]
+            transform = crop_transform(
+                node.SIZE, tuple(node.SCALE), tuple(node.RATIO), flip, tuple(node.RANDAUGMENT), node.ERASE, colour
+            )
+            dataset = MappedDataset(records, ClassMapper(transform, with_targets=True), seed, patience=cfg.DATALOADER.PATIENCE)
+            return builders.load_for_training(cfg, dataset, seed, repeats=node.REPEATS)
 
     def build_test_loader(self, dataset: CocoDataset) -> "DataLoader":
-        """Every image of a test set once, as :func:`cpvt_det.builders.build_class_test_loader`."""
-        return builders.build_class_test_loader(self.cfg, dataset.records)
+        """Every image of a test set once, at the test size."""
+        return builders.load_for_tests(self.cfg, dataset.records, builders.build_class_mapper(self.cfg))
 
     def set_test_size(self, size: int) -> None:
         """Set the side of the test images' crop. The size to which images are resized before the crop changes in proportion."""
         self.cfg.INPUT.CLASSIFY.TEST_SIZE = size
 
     def build_training_model(self, detector: "nn.Module") -> "ClassTrainingModel":
-        """The classifier with its loss, Mixup and CutMix, and the teacher of ``MODEL.CLASSIFIER.TEACHER``."""
-        from cpvt_det.checkpoint.teacher import load_teacher
+        """The classifier with its loss, Mixup and CutMix, and the teacher of ``MODEL.CLASSIFIER.TEACHER``.
 
-        teacher = load_teacher(self.cfg, self._classes) if self.cfg.MODEL.CLASSIFIER.TEACHER else None
-        return builders.build_class_training_model(self.cfg, detector, teacher)
+        Raises:
+            ConfigError: values of ``MODEL.CLASSIFIER`` or ``INPUT.CLASSIFY`` that cannot be used.
+        """
+        from cpvt_det.checkpoint.teacher import load_teacher
+        from cpvt_det.losses.soft_labels import ClassCriterion
+        from cpvt_det.solver.classify import BatchMixing, ClassTrainingModel
+
+        node, given = self.cfg.MODEL.CLASSIFIER, self.cfg.INPUT.CLASSIFY
+        teacher = load_teacher(self.cfg, self._classes) if node.TEACHER else None
+        if node.TEACHER_WEIGHTS and not node.TEACHER.startswith("timm/"):
+            raise ConfigError(
+                f"MODEL.CLASSIFIER.TEACHER_WEIGHTS is {node.TEACHER_WEIGHTS!r}, but the teacher is not a timm network"
+            )
+        with config_errors("MODEL.CLASSIFIER.SMOOTHING"):
+            criterion = ClassCriterion(node.SMOOTHING)
+        with config_errors("INPUT.CLASSIFY"):
+            mixing = BatchMixing(self.cfg.MODEL.NUM_CLASSES, given.MIXUP, given.CUTMIX)
+        return ClassTrainingModel(detector, criterion, mixing, teacher)
 
     def build_evaluator(self, dataset: CocoDataset) -> "ClassEvaluator":
         from cpvt_det.evaluation.top_k import ClassEvaluator
