@@ -60,14 +60,10 @@ def generalized_iou(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:
     """
     size1 = boxes1_xyxy[..., 2:] - boxes1_xyxy[..., :2]
     size2 = boxes2_xyxy[..., 2:] - boxes2_xyxy[..., :2]
-    low_max, low_min = (
-        torch.max(boxes1_xyxy[..., :2], boxes2_xyxy[..., :2]),
-        torch.min(boxes1_xyxy[..., :2], boxes2_xyxy[..., :2]),
-    )
-    high_max, high_min = (
-        torch.max(boxes1_xyxy[..., 2:], boxes2_xyxy[..., 2:]),
-        torch.min(boxes1_xyxy[..., 2:], boxes2_xyxy[..., 2:]),
-    )
+    low_max = torch.max(boxes1_xyxy[..., :2], boxes2_xyxy[..., :2])
+    low_min = torch.min(boxes1_xyxy[..., :2], boxes2_xyxy[..., :2])
+    high_max = torch.max(boxes1_xyxy[..., 2:], boxes2_xyxy[..., 2:])
+    high_min = torch.min(boxes1_xyxy[..., 2:], boxes2_xyxy[..., 2:])
     intersection = (high_min - low_max).clamp(min=0).prod(-1)
     hull = (high_max - low_min).prod(-1)
     union = size1.prod(-1) + size2.prod(-1) - intersection
