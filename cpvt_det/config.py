@@ -189,8 +189,7 @@ def _add_solver(cfg: CfgNode) -> None:
     solver.LAYER_DECAY = 1.0  # learning rate factor of backbone weights for each layer (stage, if convolutional) after them
     solver.WEIGHT_DECAY = 1e-4  # weight decay of AdamW
     solver.WEIGHT_DECAY_NORM = None  # weight decay of norms; None: WEIGHT_DECAY, as in the recipe
-    solver.WEIGHT_DECAY_PEG = None  # weight decay of PEGs; None: as for the same kinds of parameters elsewhere
-    solver.WEIGHT_DECAY_BIAS = None  # weight decay of biases, including those of norms and PEGs; None: no separate decay for biases
+    solver.WEIGHT_DECAY_BIAS = None  # weight decay of biases, including those of norms; None: no separate decay for biases
     solver.WEIGHT_DECAY_EMBED = None  # weight decay of embeddings such as queries, tokens and tables; None: WEIGHT_DECAY
     solver.CLIP_NORM = 0.1  # limit on the norm of all gradients together, above which they are scaled down; 0: no clipping
     solver.AMP = CfgNode()

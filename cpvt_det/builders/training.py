@@ -62,7 +62,7 @@ def build_optimizer(cfg: CfgNode, detector: nn.Module) -> torch.optim.Optimizer:
                 "['backbone.body.layer2', 0.5]; "
                 f"got {entry!r}"
             )
-    decays = (solver.WEIGHT_DECAY_NORM, solver.WEIGHT_DECAY_PEG, solver.WEIGHT_DECAY_BIAS, solver.WEIGHT_DECAY_EMBED)
+    decays = (solver.WEIGHT_DECAY_NORM, solver.WEIGHT_DECAY_BIAS, solver.WEIGHT_DECAY_EMBED)
     with config_errors("SOLVER"):
         return torch.optim.AdamW(parameter_groups(detector, *rates, *decays, factors, solver.LAYER_DECAY), fused=True)
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameter groups for AdamW. The backbone and the sampling points can have their own learning rates, and norms, PEGs, biases
-and embeddings can have their own weight decays.
+"""Parameter groups for AdamW. The backbone and the sampling points can have their own learning rates, and norms, biases and
+embeddings can have their own weight decays.
 """
 
 import math
@@ -11,7 +11,6 @@ from typing import Any
 from torch import nn
 
 from cpvt_det.models.image_model import belongs_to_part, require_parts
-from cpvt_det.position.peg import PEGDetection
 
 POINTS = re.compile(r"(^|\.)(sampling_offsets|reference_points)\.")
 NORM_MODULES = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm)
@@ -24,7 +23,6 @@ def parameter_groups(
     weight_decay: float,
     points_lr_multiplier: float = 0.1,
     norm_weight_decay: float | None = None,
-    peg_weight_decay: float | None = None,
     bias_weight_decay: float | None = None,
     embed_weight_decay: float | None = None,
     lr_multipliers: Sequence[tuple[str, float]] = (),
@@ -36,13 +34,11 @@ def parameter_groups(
         model: a detector.
         lr: learning rate of all parameters outside ``model.backbone``.
         backbone_lr: learning rate of the parameters in ``model.backbone``.
-        weight_decay: weight decay of all parameters, as in DETR, unless one of the next four applies.
+        weight_decay: weight decay of all parameters, as in DETR, unless one of the next three applies.
         points_lr_multiplier: factor by which the learning rate is multiplied for Deformable-DETR's sampling offsets and reference
             points.
         norm_weight_decay: weight decay of norms, including norms in a PEG; ``None`` for no separate decay.
-        peg_weight_decay: weight decay of a PEG's parameters, unless ``norm_weight_decay`` applies; ``None`` for no separate
-            decay.
-        bias_weight_decay: weight decay of biases, including the biases of norms and PEGs; ``None`` for no separate decay.
+        bias_weight_decay: weight decay of biases, including the biases of norms; ``None`` for no separate decay.
         embed_weight_decay: weight decay of embeddings, which are queries, tokens, tables, and everything else that is neither a
             weight nor a bias; ``None`` for no separate decay.
         lr_multipliers: pairs (part, learning rate factor), with parts as in
@@ -62,11 +58,9 @@ def parameter_groups(
     if layer_decay != 1 and not hasattr(model.backbone, "layers_above"):
         raise ValueError(f"LAYER_DECAY is {layer_decay}, but the backbone does not define its layers; leave it at 1")
     require_parts(model, [part for part, _ in lr_multipliers], "learning rate")
-    by_module: dict[int, float] = {}  # of parameters, by their id
-    for kind, decay in ((PEGDetection, peg_weight_decay), (NORM_MODULES, norm_weight_decay)):  # in a PEG's norm, the norm's counts
-        if decay is not None:
-            modules = [module for module in model.modules() if isinstance(module, kind)]
-            by_module.update({id(parameter): decay for module in modules for parameter in module.parameters()})
+    norm_decay = weight_decay if norm_weight_decay is None else norm_weight_decay
+    norms = [module for module in model.modules() if isinstance(module, NORM_MODULES)]
+    of_norms = {id(parameter) for module in norms for parameter in module.parameters()}
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
@@ -76,7 +70,7 @@ def parameter_groups(
                 rate *= layer_decay ** model.backbone.layers_above(name.removeprefix("backbone."))
             rate = rate * points_lr_multiplier if POINTS.search(name) else rate
             rate *= math.prod(factor for part, factor in lr_multipliers if belongs_to_part(name, part))
-            decay = by_module.get(id(parameter), weight_decay)
+            decay = norm_decay if id(parameter) in of_norms else weight_decay
             if name.endswith("bias"):
                 decay = decay if bias_weight_decay is None else bias_weight_decay
             elif id(parameter) in embeddings or not name.endswith("weight"):

@@ -15,7 +15,7 @@ from cpvt_det.common.structures import PaddedBatch
 from cpvt_det.models import BACKBONE_REGISTRY
 from cpvt_det.models.backbones.vit import vision_transformer
 from cpvt_det.models.backbones.vit_weights import convert_deit
-from cpvt_det.position import POSITION_REGISTRY, PEGDetection
+from cpvt_det.position import POSITION_REGISTRY
 
 SMALL = {"MODEL__BACKBONE__EMBED_DIM": 16, "MODEL__BACKBONE__DEPTH": 3, "MODEL__BACKBONE__NUM_HEADS": 2}
 VIT = {"MODEL__BACKBONE__NAME": "cpvt_tiny", "MODEL__BACKBONE__STAGES": (4,), "MODEL__BACKBONE__NORM": "FrozenBN"}
@@ -265,14 +265,6 @@ def test_layer_decay_multiplies_by_what_comes_after():
         "input_proj.weight": 7,
     }
     assert {name: found[name] for name in expected} == expected
-
-
-def test_decay_of_pegs_is_that_of_a_backbone_s_too():
-    cfg = random_config(**VIT, MODEL__POSITION__NAME="sine", SOLVER__WEIGHT_DECAY_PEG=0.5)
-    detector = build_detector(cfg)
-    (group,) = (group for group in build_optimizer(cfg, detector).param_groups if group["weight_decay"] == 0.5)
-    (peg,) = (module for module in detector.modules() if isinstance(module, PEGDetection))
-    assert {id(parameter) for parameter in group["params"]} == {id(parameter) for parameter in peg.parameters()}
 
 
 # What is refused

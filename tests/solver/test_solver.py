@@ -57,12 +57,12 @@ def test_groups_hold_every_trained_parameter_once_at_its_rate():
             assert group["lr"] == (2e-5 if id(parameter) in of_backbone else 1e-4)
 
 
-def test_keys_for_norms_and_peg_reach_their_parameters_alone():
+def test_the_key_for_norms_reaches_their_parameters_alone():
     detector = builders.build_detector(tiny_cfg())
-    groups = parameter_groups(detector, 1.0, 1.0, 0.1, norm_weight_decay=0.0, peg_weight_decay=0.5)
+    groups = parameter_groups(detector, 1.0, 1.0, 0.1, norm_weight_decay=0.0)
     decay = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
     peg = detector.position.pegs["0"][0]
-    assert decay[id(peg.conv.weight)] == 0.5
+    assert decay[id(peg.conv.weight)] == 0.1
     assert decay[id(peg.norm.weight)] == 0.0
     assert decay[id(detector.transformer.encoder.layers[0].norm1.bias)] == 0.0
     assert decay[id(detector.backbone.body.bn1.weight)] == 0.0
