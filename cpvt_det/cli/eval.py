@@ -75,6 +75,5 @@ def _config_in(weights: str, folder: Path) -> str:
     config = config_of(weights) if is_exported(weights) else read_weights(weights).config
     if config is None:
         raise WeightsError(f"{weights} contains no config; give its config with --config-file")
-    (folder / "log.txt").touch()  # marks it as a run's config, which may have keys of an older version
     (folder / "config.yaml").write_text(config, encoding="utf-8")
     return str(folder / "config.yaml")
