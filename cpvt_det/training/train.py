@@ -2,6 +2,7 @@
 """Training and evaluation, written to be read from top to bottom; the runner of detectron2 overrides steps of :class:`Engine`."""
 
 import logging
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,11 +12,13 @@ from torch import nn
 
 from cpvt_det import builders
 from cpvt_det.builders.datasets import log_data
-from cpvt_det.checkpoint.checkpointer import BestSoFar, RunCheckpointer, RunState, TrainerState
+from cpvt_det.checkpoint.checkpointer import BEST, BestSoFar, RunCheckpointer, RunState, TrainerState
 from cpvt_det.checkpoint.exported import is_exported, load_for_evaluation
 from cpvt_det.checkpoint.initial import load_initial_weights
-from cpvt_det.checkpoint.resume import last_checkpoint
+from cpvt_det.checkpoint.resume import FINAL, last_checkpoint
+from cpvt_det.common import distributed
 from cpvt_det.common.errors import ConfigError
+from cpvt_det.common.registry import import_words
 from cpvt_det.data.loader import dead_workers_named
 from cpvt_det.solver.schedule import TrainingSchedule
 from cpvt_det.solver.step import wrap_for_processes
@@ -23,7 +26,6 @@ from cpvt_det.training.callbacks import Callback, RunCallbacks, TrainingRun, bui
 from cpvt_det.training.evaluate import chosen_threshold, draw_run, evaluate, evaluate_sizes, measure
 from cpvt_det.training.guard import RunGuard
 from cpvt_det.training.metrics import MetricsWriter
-from cpvt_det.training.progress import log_advice, log_next_steps
 from cpvt_det.training.setup import choose_run_id, choose_seed, describe_model, only_run_in, record_agents, setup_run, write_config
 from cpvt_det.training.tasks.task import Results, build_task, figure_of, flatten, require_best_figure
 
@@ -132,7 +134,6 @@ def train(cfg: CfgNode, engine: Engine, resume: bool, callbacks: Sequence[Callba
     engine.start(output)
     log_data(datasets + tests)
     logger.info(length.arithmetic)
-    log_advice(cfg, length, records)
 
     config, seed, run_id = engine.saved(cfg).dump(), choose_seed(cfg), choose_run_id(output)
     best = BestSoFar(cfg.TEST.BEST_FIGURE or task.main_figure, next(iter(cfg.DATASETS.TEST), ""))
@@ -228,3 +229,30 @@ def is_due(iteration: int, length: TrainingSchedule) -> bool:
     """Whether an evaluation follows this iteration, as it does every ``eval_period`` iterations and at the end."""
     done = iteration + 1
     return done == length.max_iter or (length.eval_period > 0 and done % length.eval_period == 0)
+
+
+def log_next_steps(cfg: CfgNode, state: RunState, output: Path) -> None:
+    """Log the best checkpoint of a finished run, its iteration, and the commands to use next.
+
+    Args:
+        cfg: config of the run.
+        state: state of the run, with its best evaluation.
+        output: ``OUTPUT_DIR``.
+    """
+    best = state.best
+    if best.figure is None:
+        weights, which = output / f"{FINAL}.pth", "Final checkpoint (nothing was evaluated)"
+    else:
+        weights, which = output / f"{BEST}.pth", f"Best checkpoint, of iteration {best.iteration} ({best.name} {best.figure:.4g})"
+    longer = f"SOLVER.EPOCHS {2 * cfg.SOLVER.EPOCHS:g}" if cfg.SOLVER.EPOCHS > 0 else f"SOLVER.MAX_ITER {2 * cfg.SOLVER.MAX_ITER}"
+    if 0 < cfg.SOLVER.EARLY_STOPPING <= best.waited:
+        longer += " SOLVER.EARLY_STOPPING 0"
+    config, report, best_file = (shlex.quote(str(path)) for path in (output / "config.yaml", output / "eval", weights))
+    own, processes = import_words(), distributed.world_size()
+    gpus = f" --num-gpus {processes}" if processes > 1 else ""  # the batch is divided among them
+    commands = [
+        f"cpvt-det predict{own} {best_file} --input IMAGES --output found",
+        f"cpvt-det eval{own} {best_file} --config-file {config} --report OUTPUT_DIR {report}",
+        f"cpvt-det train{own}{gpus} --config-file {config} --resume {longer}",
+    ]
+    logger.info("%s: %s. Next: predict, report, train longer:\n  %s", which, weights, "\n  ".join(commands))

@@ -1,19 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts that are frozen, learning rates of parts, and what a run is told before it starts."""
+"""Parts that are frozen, and learning rates of parts."""
 
-import numpy as np
 import pytest
 import torch
 from test_solver import make_samples, make_step, tiny_cfg
 
 from cpvt_det import builders
 from cpvt_det.common.errors import ConfigError, UnknownNameError
-from cpvt_det.config import get_cfg
-from cpvt_det.data.records import BOX, IMAGE, Records, Table
 from cpvt_det.models.image_model import belongs_to_part
 from cpvt_det.solver.optimizer import parameter_groups
-from cpvt_det.solver.schedule import TrainingSchedule
-from cpvt_det.training import progress
 
 
 def detector_of(**more):
@@ -88,33 +83,3 @@ def test_nothing_to_train_is_refused():
     cfg, detector = detector_of(MODEL__FREEZE=parts)
     with pytest.raises(ConfigError, match="SOLVER"):
         builders.build_optimizer(cfg, detector)
-
-
-def records_with(*counts):
-    images = np.zeros(len(counts), IMAGE)
-    images["to_learn"] = counts
-    return Records([(Table(images, np.zeros(0, np.uint8), np.zeros(0, BOX)), "")])
-
-
-@pytest.mark.parametrize(
-    ("iterations", "weights", "objects", "said"),
-    [
-        (29_999, "", 50, ["from random weights: enough for simple images, few for photographs"]),
-        (999, "pip", 50, ["from a pretrained backbone: enough for simple images, few for photographs"]),
-        (1_000, "pip", 50, []),
-        (30_000, "", 51, ["51 objects, more than half of the 100 queries"]),
-        (100, "some.pth", 100, ["100 objects"]),
-        (100, "some.pth", 101, []),  # the check of the data tells
-        (184_823, "", 0, []),
-    ],
-)
-def test_a_run_is_told_what_to_expect(monkeypatch, iterations, weights, objects, said):
-    cfg = get_cfg()
-    cfg.MODEL.WEIGHTS, cfg.MODEL.BACKBONE.WEIGHTS = (weights, "") if weights != "pip" else ("", weights)
-    messages = []
-    for level in ("info", "warning"):
-        monkeypatch.setattr(progress.logger, level, lambda text, *values: messages.append(text % values))
-    progress.log_advice(cfg, TrainingSchedule(iterations, (), 0, 0, ""), records_with(0, objects))
-    assert len(messages) == len(said)
-    for message, words in zip(messages, said, strict=True):
-        assert words in message

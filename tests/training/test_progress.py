@@ -21,9 +21,8 @@ from cpvt_det.common.class_names import Classes
 from cpvt_det.common.errors import ConfigError, UnknownNameError
 from cpvt_det.common.structures import Detections
 from cpvt_det.config import load_cfg
-from cpvt_det.training.progress import log_next_steps
 from cpvt_det.training.tasks import DetectionTask
-from cpvt_det.training.train import run
+from cpvt_det.training.train import log_next_steps, run
 
 EVERY_SECOND = {"TEST__EVAL_PERIOD": 2, "SOLVER__MAX_ITER": 12, "SOLVER__CHECKPOINT_PERIOD": 1, "SOLVER__CHECKPOINT_KEEP": 20}
 
@@ -272,7 +271,7 @@ def test_longer_training_has_as_many_processes(monkeypatch, caplog, tmp_path):
     """The batch is theirs together."""
     state = RunState(Classes((1,), ("cell",)), "", 0, "a", {})
     for processes, words in ((1, "train --config-file"), (4, "train --num-gpus 4 --config-file")):
-        monkeypatch.setattr("cpvt_det.training.progress.distributed.world_size", lambda number=processes: number)
+        monkeypatch.setattr("cpvt_det.common.distributed.world_size", lambda number=processes: number)
         caplog.clear()
         with caplog.at_level(logging.INFO, "cpvt_det"):
             log_next_steps(load_cfg(""), state, tmp_path)

@@ -107,7 +107,7 @@ def test_a_second_signal_leaves_at_once_and_takes_the_workers_along(start, runne
 def test_a_signal_during_an_evaluation_is_obeyed_at_once_and_the_evaluation_made_up_for(start, runner, tmp_path):
     short = {"SOLVER__MAX_ITER": 4, "TEST__EVAL_PERIOD": 2}
     here = tmp_path / "here"
-    slow = f"import time, cpvt_det.training.progress as m; m.measure = lambda *a: (open({str(here)!r}, 'w'), time.sleep(100))"
+    slow = f"import time, cpvt_det.training.train as m; m.measure = lambda *a: (open({str(here)!r}, 'w'), time.sleep(100))"
     process, folder = start(runner, "cut", before=slow, **short)
     wait_for(here.exists)
     process.send_signal(signal.SIGTERM)
