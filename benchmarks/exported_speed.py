@@ -33,7 +33,7 @@ from cpvt_det.checkpoint.exported import EXPORTED, is_exported, load_model
 from cpvt_det.checkpoint.trained import Trained
 from cpvt_det.cli import common_options, report_errors
 from cpvt_det.training.evaluate import evaluate
-from cpvt_det.training.tasks.task import build_task, main_value
+from cpvt_det.training.tasks.task import build_task, figure_of
 
 HEADER = "| | MB | AP | ms an image | times as fast as the checkpoint |"
 
@@ -62,7 +62,7 @@ def detect(path: str, trained: Trained, images: list[Tensor]) -> Callable[[], An
 def average_precision(trained: Trained) -> float:
     task = build_task(trained.cfg)
     with tempfile.TemporaryDirectory() as folder:
-        return main_value(task, evaluate(task, trained.detector, task.load_tests(), Path(folder)))
+        return figure_of(task.main_figure, evaluate(task, trained.detector, task.load_tests(), Path(folder)))
 
 
 def answer(pipe: Connection, path: str, checkpoint: str, overrides: Sequence[str], images: int, threads: int) -> None:

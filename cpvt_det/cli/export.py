@@ -30,7 +30,7 @@ from cpvt_det.export import check, program
 from cpvt_det.export.quantize import quantize, require_int8
 from cpvt_det.models import ImageModel
 from cpvt_det.training.evaluate import evaluate
-from cpvt_det.training.tasks.task import build_task, main_value
+from cpvt_det.training.tasks.task import build_task, figure_of
 
 TOLERANCE = 1e-4  # allowed difference of a score, and of a box coordinate as a fraction of the image's side
 HALF_TOLERANCE = 2e-2
@@ -183,7 +183,7 @@ def _report_loss(trained: Trained, tests: list[CocoDataset], path: Path, max_los
     for name, model in (("model", trained.detector), ("exported", exported)):
         with tempfile.TemporaryDirectory() as folder:
             start = time.perf_counter()
-            value = main_value(task, evaluate(task, model, tests, Path(folder)))
+            value = figure_of(task.main_figure, evaluate(task, model, tests, Path(folder)))
         found.append((name, value, time.perf_counter() - start))
     rows = [(name, f"{value:.2f}", f"{seconds:.1f}") for name, value, seconds in found]
     click.echo(tabulate(rows, ("", f"{task.main_figure} on {tests[0].name}", "seconds"), tablefmt="github", disable_numparse=True))

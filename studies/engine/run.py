@@ -26,7 +26,7 @@ from cpvt_det.data.shapes.dataset import draw_dataset
 from cpvt_det.training.callbacks import Callback, TrainingRun
 from cpvt_det.training.evaluate import evaluate
 from cpvt_det.training.setup import describe_environment, stop_log
-from cpvt_det.training.tasks.task import build_task, flatten, main_value
+from cpvt_det.training.tasks.task import build_task, figure_of, flatten
 from cpvt_det.training.train import run as train
 from cpvt_det.visualize.curves import read_metrics
 from studies.engine.plan import Plan, Run, load_plan
@@ -239,7 +239,7 @@ def evaluate_sweep(plan: Plan, run: Run, trained: Trained, sweep: str) -> dict[s
         tests = task.load_tests()
         try:
             with tempfile.TemporaryDirectory() as folder:  # for the detections, some MB
-                found[name] = main_value(task, evaluate(task, trained.detector, tests, Path(folder)))
+                found[name] = figure_of(task.main_figure, evaluate(task, trained.detector, tests, Path(folder)))
         except MapSizeError:
             found[name] = math.nan
     return {name: _or_none(value) for name, value in found.items()}

@@ -15,7 +15,7 @@ from cpvt_det.cli import main
 from cpvt_det.common.errors import UnknownNameError
 from cpvt_det.config import load_cfg
 from cpvt_det.evaluation.coco import CocoEvaluator
-from cpvt_det.training.tasks import TASK_REGISTRY, DetectionTask, build_task, flatten, main_value
+from cpvt_det.training.tasks import TASK_REGISTRY, DetectionTask, build_task, figure_of, flatten
 from cpvt_det.training.train import run
 from cpvt_det.visualize.curves import main_figures, read_metrics
 from studies.engine.plan import load_plan
@@ -49,9 +49,9 @@ class CountTask(DetectionTask):
 def test_several_test_sets_have_names_of_their_own():
     results = {"a": {"bbox": {"AP": 1.0}}, "b": {"bbox": {"AP": 2.0}}}
     assert flatten(results) == {"a/bbox/AP": 1.0, "b/bbox/AP": 2.0}
-    assert main_value(DetectionTask, results) == main_value(DetectionTask, results["a"]) == 1.0
-    with pytest.raises(KeyError, match=r"no 'bbox/AP', the task's main figure; they have count/n"):
-        main_value(DetectionTask, {"count": {"n": 1.0}})
+    assert figure_of("bbox/AP", results) == figure_of("bbox/AP", results["a"]) == 1.0
+    with pytest.raises(UnknownNameError, match=r"unknown figure of the evaluation .*'bbox/AP'; known: count/n"):
+        figure_of("bbox/AP", {"count": {"n": 1.0}})
 
 
 def test_a_task_of_ones_own_chooses_the_best_checkpoint_and_what_is_drawn(drawn_coco, tmp_path):

@@ -3,6 +3,6 @@
 
 from cpvt_det.training.tasks.classification import ClassificationTask
 from cpvt_det.training.tasks.detection import DetectionTask
-from cpvt_det.training.tasks.task import TASK_REGISTRY, Results, Task, build_task, flatten, main_value
+from cpvt_det.training.tasks.task import TASK_REGISTRY, Results, Task, build_task, figure_of, flatten
 
-__all__ = ["TASK_REGISTRY", "ClassificationTask", "DetectionTask", "Results", "Task", "build_task", "flatten", "main_value"]
+__all__ = ["TASK_REGISTRY", "ClassificationTask", "DetectionTask", "Results", "Task", "build_task", "figure_of", "flatten"]

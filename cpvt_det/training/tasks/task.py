@@ -148,19 +148,6 @@ def flatten(results: Results) -> dict[str, float]:
     return scalars
 
 
-def main_value(task: Task | type[Task], results: Results) -> float:
-    """The main metric on the first test set; NaN if there is no ground truth for it.
-
-    Raises:
-        KeyError: results without the main metric, so that no best checkpoint could be chosen.
-    """
-    try:
-        return figure_of(task.main_figure, results)
-    except UnknownNameError as error:
-        names = ", ".join(flatten(results))
-        raise KeyError(f"the results have no {task.main_figure!r}, the task's main figure; they have {names}") from error
-
-
 def figure_of(figure: str, results: Results) -> float:
     """A metric of the first test set, found by its full name or by the end of the name: ``AP50`` means ``bbox/AP50``.
 
