@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Build the schedule, optimiser, moving average and training step from ``SOLVER``."""
 
-import functools
 import logging
 import math
 
@@ -25,24 +24,15 @@ def build_schedule(cfg: CfgNode, num_images: int) -> TrainingSchedule:
     """The schedule of a run, computed from epochs if ``SOLVER.EPOCHS`` is above 0, otherwise from ``MAX_ITER`` and ``STEPS``."""
     solver, test = cfg.SOLVER, cfg.TEST
     if solver.EPOCHS > 0:
-        _log_unused(f"SOLVER.EPOCHS {solver.EPOCHS:g}", cfg, "SOLVER.MAX_ITER", "SOLVER.STEPS", "SOLVER.WARMUP_ITERS")
-        if test.EVAL_EPOCHS > 0:
-            _log_unused(f"TEST.EVAL_EPOCHS {test.EVAL_EPOCHS:g}", cfg, "TEST.EVAL_PERIOD", sets="the evaluations")
+        unused = [f"SOLVER.{key} {solver[key]}" for key in ("MAX_ITER", "STEPS", "WARMUP_ITERS") if solver[key]]
+        if unused and distributed.rank() == 0:
+            logger.info("SOLVER.EPOCHS %g sets the length; these keys are not used: %s", solver.EPOCHS, ", ".join(unused))
         epochs = (solver.EPOCHS, solver.STEP_EPOCHS, solver.WARMUP_EPOCHS, test.EVAL_EPOCHS)
         return schedule_from_epochs(num_images, solver.IMS_PER_BATCH, *epochs, eval_period=test.EVAL_PERIOD)
-    _log_unused(f"SOLVER.MAX_ITER {solver.MAX_ITER}", cfg, "SOLVER.STEP_EPOCHS", "SOLVER.WARMUP_EPOCHS", "TEST.EVAL_EPOCHS")
     setting = f"SOLVER.MAX_ITER = {solver.MAX_ITER} iterations of {solver.IMS_PER_BATCH} images"
     epochs = solver.MAX_ITER * solver.IMS_PER_BATCH / num_images
     arithmetic = f"{setting} / {num_images} images = {epochs:.1f} epochs"
     return TrainingSchedule(solver.MAX_ITER, tuple(solver.STEPS), solver.WARMUP_ITERS, test.EVAL_PERIOD, arithmetic)
-
-
-def _log_unused(setting: str, cfg: CfgNode, *keys: str, sets: str = "the length") -> None:
-    """Log keys that are set but have no effect because ``setting`` takes precedence. ``sets`` says in words what it sets, such as
-    "the length"."""
-    ignored = [f"{key} {value}" for key in keys if (value := functools.reduce(getattr, key.split("."), cfg))]
-    if ignored and distributed.rank() == 0:
-        logger.info("%s sets %s; these keys are not used: %s", setting, sets, ", ".join(ignored))
 
 
 def build_optimizer(cfg: CfgNode, detector: nn.Module) -> torch.optim.Optimizer:

@@ -113,20 +113,10 @@ def test_iterations_count_where_epochs_are_zero():
     assert "7.0 epochs" in length.arithmetic
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ({"EPOCHS": 2.0, "WARMUP_ITERS": 3}, "SOLVER.EPOCHS 2 sets the length; these keys are not used: SOLVER.WARMUP_ITERS 3"),
-        (
-            {"EPOCHS": 0, "MAX_ITER": 7, "STEP_EPOCHS": (), "WARMUP_EPOCHS": 0.5},
-            "SOLVER.MAX_ITER 7 sets the length; these keys are not used: SOLVER.WARMUP_EPOCHS 0.5",
-        ),
-    ],
-)
-def test_keys_of_the_other_way_to_give_a_length_are_named(caplog, more, message):
+def test_keys_of_the_other_way_to_give_a_length_are_named(caplog):
     caplog.set_level("INFO", logger="cpvt_det")
-    builders.build_schedule(tiny_cfg(**{f"SOLVER__{key}": value for key, value in more.items()}), num_images=20)
-    assert caplog.messages == [message]
+    builders.build_schedule(tiny_cfg(SOLVER__EPOCHS=2.0, SOLVER__WARMUP_ITERS=3), num_images=20)
+    assert caplog.messages == ["SOLVER.EPOCHS 2 sets the length; these keys are not used: SOLVER.WARMUP_ITERS 3"]
 
 
 def test_warm_up_rises_linearly_and_cosine_ends_at_zero():
