@@ -93,7 +93,7 @@ def require_memory(detector: nn.Module, part: Sequence[Sample], count: int, amp_
         buffer.copy_(buffers[name])
     each = distributed.all_reduce_max(each)
     size = f"{len(part)} images on a canvas of {images.shape[2]} x {images.shape[3]} pixels"
-    _judge(each, len(part), count, available, size, has_many_queries=squared > (2 * getattr(detector, "num_queries", 0)) ** 2)
+    _judge(each, len(part), count, available, size)
 
 
 def _require_images(detector: ImageModel, part: Sequence[Sample], count: int, available: int) -> None:
@@ -136,17 +136,13 @@ def _require_attention_mask(detector: ImageModel, targets: Sequence[Targets | No
     return squared
 
 
-def _judge(each: int, images: int, count: int, available: int, size: str, has_many_queries: bool = False) -> None:
-    """Refuse, warn about, or accept ``images`` images at once if each image needs ``each`` bytes. ``has_many_queries`` means that
-    most queries are for training only.
-    """
+def _judge(each: int, images: int, count: int, available: int, size: str) -> None:
+    """Refuse, warn about, or accept ``images`` images at once if each image needs ``each`` bytes."""
     need = each * images
     if need * LIKELY <= available:
         return
     fitting = [parts for parts in range(1, count + 1) if -(-count // parts) * each * LIKELY <= available]
     way_out = f"set SOLVER.ACCUMULATE {fitting[0]}, which splits the step into {fitting[0]} parts" if fitting else HARDLY_LESS
-    if has_many_queries:
-        way_out += "; most queries are for training only: a smaller MODEL.QUERIES.DENOISING or HYBRID makes fewer"
     told = (
         f"{size} keep {need / 1e9:.3g} GB for the backward pass (measured on one of them), "
         f"but only {available / 1e9:.3g} GB of memory are available"
