@@ -13,7 +13,7 @@ from cpvt_det.common.errors import ConfigError, UnknownNameError, config_errors
 from cpvt_det.config import flat_items
 from cpvt_det.solver.ema import MovingAverage
 from cpvt_det.solver.optimizer import parameter_groups
-from cpvt_det.solver.schedule import LRSchedule, TrainingSchedule, schedule_from_epochs
+from cpvt_det.solver.schedule import LRSchedule, TrainingSchedule
 from cpvt_det.solver.step import StepOptions, TrainStep
 
 logger = logging.getLogger("cpvt_det")
@@ -21,18 +21,33 @@ AMP_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def build_schedule(cfg: CfgNode, num_images: int) -> TrainingSchedule:
-    """The schedule of a run, computed from epochs if ``SOLVER.EPOCHS`` is above 0, otherwise from ``MAX_ITER`` and ``STEPS``."""
+    """The schedule of a run in iterations, computed from epochs if ``SOLVER.EPOCHS`` is above 0, otherwise from ``MAX_ITER`` and
+    ``STEPS``.
+
+    Args:
+        cfg: config of the run.
+        num_images: number of training images.
+    """
     solver, test = cfg.SOLVER, cfg.TEST
-    if solver.EPOCHS > 0:
-        unused = [f"SOLVER.{key} {solver[key]}" for key in ("MAX_ITER", "STEPS", "WARMUP_ITERS") if solver[key]]
-        if unused and distributed.rank() == 0:
-            logger.info("SOLVER.EPOCHS %g sets the length; these keys are not used: %s", solver.EPOCHS, ", ".join(unused))
-        epochs = (solver.EPOCHS, solver.STEP_EPOCHS, solver.WARMUP_EPOCHS, test.EVAL_EPOCHS)
-        return schedule_from_epochs(num_images, solver.IMS_PER_BATCH, *epochs, eval_period=test.EVAL_PERIOD)
-    setting = f"SOLVER.MAX_ITER = {solver.MAX_ITER} iterations of {solver.IMS_PER_BATCH} images"
-    epochs = solver.MAX_ITER * solver.IMS_PER_BATCH / num_images
-    arithmetic = f"{setting} / {num_images} images = {epochs:.1f} epochs"
-    return TrainingSchedule(solver.MAX_ITER, tuple(solver.STEPS), solver.WARMUP_ITERS, test.EVAL_PERIOD, arithmetic)
+    batch, eval_period = solver.IMS_PER_BATCH, test.EVAL_PERIOD
+    if not solver.EPOCHS > 0:  # also for NaN, which is refused later
+        epochs = solver.MAX_ITER * batch / num_images
+        arithmetic = f"SOLVER.MAX_ITER = {solver.MAX_ITER} iterations of {batch} images / {num_images} images = {epochs:.1f} epochs"
+        return TrainingSchedule(solver.MAX_ITER, tuple(solver.STEPS), solver.WARMUP_ITERS, eval_period, arithmetic)
+    unused = [f"SOLVER.{key} {solver[key]}" for key in ("MAX_ITER", "STEPS", "WARMUP_ITERS") if solver[key]]
+    if unused and distributed.rank() == 0:
+        logger.info("SOLVER.EPOCHS %g sets the length; these keys are not used: %s", solver.EPOCHS, ", ".join(unused))
+
+    def iterations(epochs: float) -> int:
+        return max(1, round(epochs * num_images / batch))
+
+    max_iter, steps = iterations(solver.EPOCHS), tuple(iterations(epoch) for epoch in solver.STEP_EPOCHS)
+    arithmetic = f"{solver.EPOCHS:g} epochs x {num_images} images / {batch} images per iteration = {max_iter} iterations"
+    arithmetic += "".join(f"; epoch {epoch:g} = iteration {step}" for epoch, step in zip(solver.STEP_EPOCHS, steps, strict=True))
+    warmup = iterations(solver.WARMUP_EPOCHS) if solver.WARMUP_EPOCHS > 0 else 0
+    if test.EVAL_EPOCHS > 0:  # rounded up: otherwise the last one would come just before the evaluation at the end
+        eval_period = math.ceil(test.EVAL_EPOCHS * num_images / batch - 1e-6)
+    return TrainingSchedule(max_iter, steps, warmup, eval_period, arithmetic)
 
 
 def build_optimizer(cfg: CfgNode, detector: nn.Module) -> torch.optim.Optimizer:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedules, which turn epochs into iterations, and an iteration into a learning rate."""
+"""The schedule of a run, which turns an iteration into a learning rate."""
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fvcore.common.param_scheduler import CosineParamScheduler, MultiStepParamScheduler, ParamScheduler
@@ -29,40 +27,6 @@ class TrainingSchedule:
     warmup: int
     eval_period: int
     arithmetic: str
-
-
-def schedule_from_epochs(
-    num_images: int,
-    batch_size: int,
-    epochs: float,
-    step_epochs: Sequence[float] = (),
-    warmup_epochs: float = 0.0,
-    eval_epochs: float = 0.0,
-    eval_period: int = 0,
-) -> TrainingSchedule:
-    """Turn epochs into iterations of a data set.
-
-    Args:
-        num_images: number of training images.
-        batch_size: images per iteration, over all processes and accumulated parts.
-        epochs: length of the run in epochs.
-        step_epochs: epochs at which the learning rate falls.
-        warmup_epochs: length of the warm-up in epochs.
-        eval_epochs: epochs between evaluations; 0 to use ``eval_period`` instead.
-        eval_period: iterations between evaluations; 0 for none before the end.
-    """
-
-    def iterations(of: float) -> int:
-        return max(1, round(of * num_images / batch_size))
-
-    max_iter, steps = iterations(epochs), tuple(iterations(step) for step in step_epochs)
-    arithmetic = f"{epochs:g} epochs x {num_images} images / {batch_size} images per iteration = {max_iter} iterations" + "".join(
-        f"; epoch {epoch:g} = iteration {step}" for epoch, step in zip(step_epochs, steps, strict=True)
-    )
-    warmup = iterations(warmup_epochs) if warmup_epochs > 0 else 0
-    if eval_epochs > 0:  # rounded up: otherwise the last one would come just before the evaluation at the end
-        eval_period = math.ceil(eval_epochs * num_images / batch_size - 1e-6)
-    return TrainingSchedule(max_iter, steps, warmup, eval_period, arithmetic)
 
 
 class LRSchedule:

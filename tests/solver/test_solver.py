@@ -14,7 +14,7 @@ from cpvt_det.config import get_cfg, merge_overrides
 from cpvt_det.models.denoising import ContrastiveDenoising
 from cpvt_det.solver.ema import MovingAverage
 from cpvt_det.solver.optimizer import parameter_groups
-from cpvt_det.solver.schedule import LRSchedule, TrainingSchedule, schedule_from_epochs
+from cpvt_det.solver.schedule import LRSchedule, TrainingSchedule
 from cpvt_det.solver.step import StepOptions, TrainingModel, TrainStep
 
 
@@ -92,7 +92,7 @@ def test_biases_and_embeddings_have_a_weight_decay_of_their_own():
 
 def test_the_recipe_is_184823_iterations_of_coco():
     """50 x 118,287 / 32 = 184,823.4 and 40 x 118,287 / 32 = 147,858.75."""
-    length = schedule_from_epochs(118_287, 32, 50.0, (40.0,))
+    length = builders.build_schedule(get_cfg(), 118_287)
     assert (length.max_iter, length.steps) == (184_823, (147_859,))
     assert "118287 images" in length.arithmetic
     rate = LRSchedule(length)
@@ -101,9 +101,10 @@ def test_the_recipe_is_184823_iterations_of_coco():
 
 def test_the_last_period_ends_with_the_run():
     """3 epochs of 10 images / 8 = 3.75 iterations: 4; 2 of 41 = 10.25: 11, since 10 twice ends before the run."""
-    length = schedule_from_epochs(10, 8, 6.0, eval_epochs=3.0)
+    length = builders.build_schedule(tiny_cfg(SOLVER__EPOCHS=6.0, SOLVER__IMS_PER_BATCH=8, TEST__EVAL_EPOCHS=3.0), 10)
     assert (length.max_iter, length.eval_period) == (8, 4)
-    assert schedule_from_epochs(41, 8, 4.0, eval_epochs=2.0).eval_period == 11
+    longer = tiny_cfg(SOLVER__EPOCHS=4.0, SOLVER__IMS_PER_BATCH=8, TEST__EVAL_EPOCHS=2.0)
+    assert builders.build_schedule(longer, 41).eval_period == 11
 
 
 def test_iterations_count_where_epochs_are_zero():

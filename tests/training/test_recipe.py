@@ -12,8 +12,8 @@ from tiny import save_random
 from cpvt_det import builders
 from cpvt_det.common.class_names import Classes
 from cpvt_det.common.errors import BadInputError, ConfigError
+from cpvt_det.config import get_cfg
 from cpvt_det.data.records import ImageRecord
-from cpvt_det.solver.schedule import schedule_from_epochs
 from cpvt_det.training import choose
 from cpvt_det.training.choose import choose_settings, config_of, describe_machine, write_choices
 from cpvt_det.training.recipe import (
@@ -281,7 +281,9 @@ def test_no_evaluation_comes_just_before_the_last():
     for images in range(20, 2000, 7):
         facts = replace(FISH, images=images, val_images=10)
         values = {choice.key: choice.value for choice in length_choices(Plan(224, 2), facts, Pace(0.1, 0.001), 1800)}
-        length = schedule_from_epochs(images, 2, values["SOLVER.EPOCHS"], eval_epochs=values["TEST.EVAL_EPOCHS"])
+        cfg = get_cfg()
+        cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.EPOCHS, cfg.TEST.EVAL_EPOCHS = 2, values["SOLVER.EPOCHS"], values["TEST.EVAL_EPOCHS"]
+        length = builders.build_schedule(cfg, images)
         assert -(-length.max_iter // length.eval_period) == 5, images
 
 
