@@ -9,7 +9,7 @@ from tabulate import tabulate
 from torch import nn
 
 from cpvt_det import builders
-from cpvt_det.cli.train import RUN_CONTEXT, build_any, config_options, load_any
+from cpvt_det.cli.train import RUN_CONTEXT, build_any, config_file_option, load_any, runner_options
 from cpvt_det.common.errors import BadInputError, config_errors
 from cpvt_det.common.structures import PaddedBatch, Size
 from cpvt_det.visualize.costs import REST, Costs, count_costs, measure
@@ -18,7 +18,8 @@ CLASSES = 80  # number of classes if the config takes it from the data
 
 
 @click.command(context_settings=RUN_CONTEXT)
-@config_options
+@config_file_option()
+@runner_options
 @click.option("--sizes", default="480,640,800,1333", show_default=True, help="Image sizes: sides of squares, or HEIGHTxWIDTH.")
 def analyze(config_file: str, runner: str, overrides: tuple[str, ...], sizes: str) -> None:
     """Count the parameters and operations of a config's detector in inference; KEY VALUE pairs override the config.

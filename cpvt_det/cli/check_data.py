@@ -10,7 +10,7 @@ import click
 from fvcore.common.config import CfgNode
 
 from cpvt_det.cli.folder import describe_classes, folder_config, folder_options, take_folder
-from cpvt_det.cli.train import RUN_CONTEXT, config_options, load_any
+from cpvt_det.cli.train import RUN_CONTEXT, config_file_option, load_any, runner_options
 from cpvt_det.common.errors import BadInputError, ConfigError, DataError, counted
 from cpvt_det.data.folders.prepare import FolderData, refuse_overlap
 from cpvt_det.data.validation.check import CheckedData
@@ -22,7 +22,8 @@ NEARLY_THE_SAME = "validation images that are nearly the same as a training imag
 
 
 @click.command(context_settings=RUN_CONTEXT)
-@partial(config_options, takes_folder=True)
+@config_file_option(required=False)
+@partial(runner_options, takes_folder=True)
 @folder_options
 @click.option("--decode", is_flag=True, help="Also decode every image, to find damage after the header.")
 @click.option("--all", "every", is_flag=True, help=f"List every occurrence, not only the first {EXAMPLES} of each kind.")

@@ -11,8 +11,9 @@ from cpvt_det.cli.train import (
     allow_partial_option,
     choose_runner,
     device_of,
+    num_gpus_option,
     run_config,
-    run_options,
+    runner_options,
     tiles_options,
     tiles_overrides,
 )
@@ -22,7 +23,8 @@ from cpvt_det.common.errors import BadInputError, WeightsError
 @click.command(context_settings=RUN_CONTEXT)
 @click.argument("weights", metavar="WEIGHTS")
 @click.option("--config-file", default="", metavar="FILE", help="Path or name of a config.  [default: the one in WEIGHTS]")
-@run_options
+@num_gpus_option
+@runner_options
 @allow_partial_option
 @tiles_options
 @click.option("--report", is_flag=True, help="Also write OUTPUT_DIR/report/: curves, confusion, thresholds, worst images.")

@@ -33,8 +33,6 @@ LAST = "last_checkpoint"
 ENOUGH = 10**6
 """Number of queries to assume while the data are checked. The real number is chosen later, from the number of objects per
 image."""
-FEW = 5
-"""Number of validation images below which a note is printed."""
 MOST_CLASSES = 30
 """Largest number of classes in the table; with more classes, only those without objects are listed."""
 
@@ -240,12 +238,10 @@ def folder_config(
 
 
 def describe_classes(train: "CocoDataset", val: "CocoDataset") -> list[str]:
-    """A table with the number of boxes of each class, and notes if a split lacks a class or there are few validation images."""
+    """A table with the number of boxes of each class, and notes if a split lacks a class."""
     from cpvt_det.data.folders.prepare import count_classes
 
     rows, notes = count_classes({"train": train, "val": val})
-    if len(val.records) < FEW:
-        notes.append(f"with so few validation images ({len(val.records)}), the figures of two runs can hardly be compared")
     if len(rows) > MOST_CLASSES:
         return notes
     return [*tabulate(rows, ("class", "train", "val"), tablefmt="plain").splitlines(), *notes]

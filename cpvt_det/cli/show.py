@@ -11,7 +11,7 @@ import torch
 from cpvt_det import builders
 from cpvt_det.checkpoint.trained import Trained, load_trained
 from cpvt_det.cli import common_options
-from cpvt_det.cli.train import RUN_CONTEXT, build_any, config_options, load_any
+from cpvt_det.cli.train import RUN_CONTEXT, build_any, config_file_option, load_any, runner_options
 from cpvt_det.common.errors import BadInputError
 from cpvt_det.common.structures import Size
 from cpvt_det.config import load_cfg
@@ -130,7 +130,8 @@ def position(sources: tuple[str, ...], output: Path, size: str, source: str, con
 
 
 @show.command(context_settings=RUN_CONTEXT)
-@config_options
+@config_file_option()
+@runner_options
 @output_option
 @click.option("--count", default=8, show_default=True, type=click.IntRange(min=1), help="Number of images of each split.")
 def data(config_file: str, runner: str, overrides: tuple[str, ...], output: Path, count: int) -> None:

@@ -31,23 +31,16 @@ def config_file_option(required: bool = True) -> Callable:
     return click.option("--config-file", required=required, default=None if required else "", metavar="FILE", help=text)
 
 
-def run_options(command: Callable, takes_folder: bool = False) -> Callable:
-    """The options of every command that runs a config, except ``--config-file``."""
-    command = _runner_options(command, takes_folder, "auto: detectron2 if it is installed.")
-    text = "Number of GPUs, one process each; 0: CPU.  [default: one GPU if there is one]"
-    return click.option("--num-gpus", type=click.IntRange(min=0), help=text)(command)
+num_gpus_option = click.option(
+    "--num-gpus", type=click.IntRange(min=0), help="Number of GPUs, one process each; 0: CPU.  [default: one GPU if there is one]"
+)
 
 
-def config_options(command: Callable, takes_folder: bool = False) -> Callable:
-    """The options of the commands that preview a run."""
-    command = _runner_options(command, takes_folder, "detectron2: also use parts registered there.")
-    return config_file_option(required=not takes_folder)(command)
-
-
-def _runner_options(command: Callable, takes_folder: bool, text: str) -> Callable:
-    """``--runner`` with this help text, the common options, and the words after all options."""
+def runner_options(command: Callable, takes_folder: bool = False) -> Callable:
+    """``--runner``, the common options, and the words after all options."""
     words = "[FOLDER] [KEY VALUE]..." if takes_folder else "[KEY VALUE]..."
     command = common_options(click.argument("overrides", nargs=-1, metavar=words)(command))
+    text = "auto: detectron2 if it is installed."
     return click.option("--runner", type=click.Choice(RUNNERS), default="auto", help=text)(command)
 
 
@@ -74,7 +67,8 @@ def tiles_overrides(tiles: int | None, overlap: float | None) -> tuple[str, ...]
 
 @click.command(context_settings=RUN_CONTEXT)
 @config_file_option(required=False)
-@partial(run_options, takes_folder=True)
+@num_gpus_option
+@partial(runner_options, takes_folder=True)
 @budget_option
 @folder_options
 @click.option(
