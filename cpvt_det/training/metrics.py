@@ -20,7 +20,6 @@ from cpvt_det.common import distributed
 from cpvt_det.training.setup import METRICS_LOGGER
 
 logger = logging.getLogger(METRICS_LOGGER)
-ON_THE_BAR = {"total_loss": "loss", "loss_class": "class", "loss_l1": "l1", "loss_giou": "giou"}
 
 
 class MetricsWriter(contextlib.AbstractContextManager):
@@ -73,8 +72,8 @@ class MetricsWriter(contextlib.AbstractContextManager):
             self._records.clear()
             self.write(iteration, scalars)
             if self._writes:
-                shown = {short: f"{scalars[name]:.3g}" for name, short in ON_THE_BAR.items() if name in scalars}
-                self.bar.set_postfix({**shown, "lr": f"{lr:.1e}", "img/s": f"{scalars['images_per_second']:.0f}"}, refresh=False)
+                loss, speed = f"{scalars['total_loss']:.3g}", f"{scalars['images_per_second']:.0f}"
+                self.bar.set_postfix({"loss": loss, "lr": f"{lr:.1e}", "img/s": speed}, refresh=False)
         if self._writes:
             self.bar.update()
         return scalars

@@ -11,7 +11,7 @@ from fvcore.common.config import CfgNode
 from cpvt_det import builders
 from cpvt_det.common.errors import ConfigError, config_errors
 from cpvt_det.data.coco import CocoDataset
-from cpvt_det.data.records import Records, join
+from cpvt_det.data.records import Records
 from cpvt_det.data.validation.check import CheckedData
 from cpvt_det.data.validation.issues import EXAMPLES
 from cpvt_det.training.tasks.task import TASK_REGISTRY, Results, Task, place_of
@@ -67,10 +67,6 @@ class ClassificationTask(Task):
             )
         builders.build_class_mapper(self.cfg)
         return builders.load_checked(self.cfg, splits, builders.check_class_datasets)
-
-    def training_records(self, datasets: list[CocoDataset]) -> Records:
-        """The images to train on, without any selection."""
-        return join([dataset.records for dataset in datasets])
 
     def build_train_loader(self, records: Records, seed: int) -> "SampleLoader":
         """A loader of augmented batches, each with this process's share of ``SOLVER.IMS_PER_BATCH``.

@@ -50,10 +50,6 @@ class DetectionTask(Task):
         """Test sets, as :func:`cpvt_det.builders.load_tests`."""
         return builders.load_tests(self.cfg)
 
-    def training_records(self, datasets: list[CocoDataset]) -> Records:
-        """Images to train on, as :func:`cpvt_det.builders.training_records`."""
-        return builders.training_records(self.cfg, datasets)
-
     def build_train_loader(self, records: Records, seed: int) -> "SampleLoader":
         """Batches for training, as :func:`cpvt_det.builders.build_train_loader`."""
         return builders.build_train_loader(self.cfg, records, seed)

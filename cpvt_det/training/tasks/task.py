@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fvcore.common.config import CfgNode
 
+from cpvt_det import builders
 from cpvt_det.common.errors import ConfigError, UnknownNameError
 from cpvt_det.common.registry import PartRegistry
 from cpvt_det.data.coco import CocoDataset, describe_records
@@ -72,9 +73,9 @@ class Task(ABC):
     def load_tests(self) -> list[CocoDataset]:
         """The test sets alone."""
 
-    @abstractmethod
     def training_records(self, datasets: list[CocoDataset]) -> Records:
-        """Images to train on."""
+        """Images to train on, as :func:`cpvt_det.builders.training_records`."""
+        return builders.training_records(self.cfg, datasets)
 
     def describe(self, records: Records) -> dict[str, Any]:
         """Facts about the training data that a checkpoint stores."""
