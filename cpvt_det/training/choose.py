@@ -92,23 +92,25 @@ def choose_settings(
         BadInputError: data or overrides that cannot be used.
     """
     data, typed = describe_data(*(dataset.records for dataset in datasets)), config_of((), overrides)
-    _refuse_early(typed, overrides[::2], datasets)
-    machine = _as_it_starts(machine, typed.MODEL.BACKBONE, overrides[::2])
+    keys, backbone = overrides[::2], typed.MODEL.BACKBONE
+    _refuse_early(typed, keys, datasets)
+    if "MODEL.BACKBONE.WEIGHTS" in keys or not _is_ours(backbone, keys, machine):
+        machine = replace(machine, pretrained=bool(backbone.WEIGHTS))
     plan = first_plan(data, machine)
     if start is not None and (why := start.unsuited(plan, data)):
         tell(why)
         start = None
     if start is not None:
-        names, numbers = datasets[0].classes.names, dict(_typed_values(typed, overrides[::2]))
+        names, numbers = datasets[0].classes.names, dict(_typed_values(typed, keys))
         sizes = sorted(start.cfg.INPUT.MIN_SIZE_TRAIN) or [start.cfg.INPUT.MIN_SIZE_TEST]
         least = min(LEAST_CANVAS, sizes[len(sizes) // 2])
         plan = replace(first_plan(data, machine, least), tunes=True, freeze_at=FROZEN[machine.device])
         for line in describe_classes(start, names):
             tell(line)
-    plan, threads = _as_typed(plan, typed, overrides[::2]), []
+    plan, threads = _as_typed(plan, typed, keys), []
     for is_last in (False, True):
         if start is None:
-            of_model = _for_backbone(typed.MODEL.BACKBONE, overrides[::2], machine, model_choices(plan, data, machine))
+            of_model = _for_backbone(backbone, keys, machine, model_choices(plan, data, machine))
         else:
             of_model = tuning_choices(start, plan, data, machine, names, numbers)
         choices = [*chosen, *of_model, *threads]
@@ -120,7 +122,7 @@ def choose_settings(
             f"measured: {pace.step:.2f} s for a step of {plan.batch} images with a short side of {plan.canvas} pixels; "
             f"number of such steps in {format_seconds(budget)}: {steps:.0f}"
         )
-        settled = _typed_epochs(typed, overrides[::2], plan.batch / data.images)
+        settled = _typed_epochs(typed, keys, plan.batch / data.images)
         following = plan if is_last else next_plan(plan, steps, data, settled)
         if following == plan:
             break
@@ -128,11 +130,11 @@ def choose_settings(
     for line in filter(None, (too_little_time(data, pace, budget), "" if start or machine.pretrained else FROM_RANDOM)):
         tell(line)
     length = length_choices(plan, data, pace, budget, settled)
-    if "TEST.EVAL_PERIOD" in overrides[::2]:  # EVAL_PERIOD would have no effect next to EVAL_EPOCHS
+    if "TEST.EVAL_PERIOD" in keys:  # EVAL_PERIOD would have no effect next to EVAL_EPOCHS
         length = [choice for choice in length if choice.key != "TEST.EVAL_EPOCHS"]
     choices = [*choices, *length]
     # Typed values replace chosen ones; typed keys that are not among the choices come at the end.
-    typed = {key: Choice(key, value, TYPED) for key, value in _typed_values(config_of(choices, overrides), overrides[::2])}
+    typed = {key: Choice(key, value, TYPED) for key, value in _typed_values(config_of(choices, overrides), keys)}
     return [typed.pop(choice.key, choice) for choice in choices] + list(typed.values())
 
 
@@ -241,19 +243,6 @@ def _step_pace(step: Callable[[Any, int], Any], loader: Iterator[Any], device: t
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - start)
     return statistics.median(times[WARM_UP:])
-
-
-def _as_it_starts(machine: MachineFacts, backbone: CfgNode, keys: Sequence[str]) -> MachineFacts:
-    """The facts of the machine, updated to say whether the backbone starts from pretrained weights.
-
-    Args:
-        machine: facts of the machine.
-        backbone: ``MODEL.BACKBONE`` with the user's values.
-        keys: keys that the user typed.
-    """
-    if "MODEL.BACKBONE.WEIGHTS" in keys or not _is_ours(backbone, keys, machine):
-        return replace(machine, pretrained=bool(backbone.WEIGHTS))
-    return machine
 
 
 def _for_backbone(backbone: CfgNode, keys: Sequence[str], machine: MachineFacts, choices: Sequence[Choice]) -> list[Choice]:
