@@ -42,10 +42,8 @@ class Duration(click.ParamType):
 
     name = "time"
 
-    def convert(self, value: str | float, param: click.Parameter | None, ctx: click.Context | None) -> float:
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """Convert text to seconds."""
-        if isinstance(value, float):
-            return value
         match = re.fullmatch(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?", value)
         seconds = sum(float(part or 0) * length for part, length in zip(match.groups(), (3600, 60, 1), strict=True)) if match else 0
         return seconds if seconds > 0 else self.fail(f"{value!r} is not a time such as 90s, 30m or 1h30m", param, ctx)

@@ -19,6 +19,7 @@ from cpvt_det.checkpoint.resume import FINAL, last_checkpoint
 from cpvt_det.common import distributed
 from cpvt_det.common.errors import ConfigError
 from cpvt_det.common.registry import import_words
+from cpvt_det.data.coco import describe_records
 from cpvt_det.data.loader import dead_workers_named
 from cpvt_det.solver.schedule import TrainingSchedule
 from cpvt_det.solver.step import wrap_for_processes
@@ -137,7 +138,7 @@ def train(cfg: CfgNode, engine: Engine, resume: bool, callbacks: Sequence[Callba
 
     config, seed, run_id = engine.saved(cfg).dump(), choose_seed(cfg), choose_run_id(output)
     best = BestSoFar(cfg.TEST.BEST_FIGURE or task.main_figure, next(iter(cfg.DATASETS.TEST), ""))
-    state = RunState(datasets[0].classes, config, seed, run_id, task.describe(records), best=best)
+    state = RunState(datasets[0].classes, config, seed, run_id, describe_records(records), best=best)
     torch.manual_seed(state.seed)
     detector = engine.build_detector(cfg)
     model = wrap_for_processes(task.build_training_model(detector))

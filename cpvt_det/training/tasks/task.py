@@ -12,7 +12,7 @@ from fvcore.common.config import CfgNode
 from cpvt_det import builders
 from cpvt_det.common.errors import ConfigError, UnknownNameError
 from cpvt_det.common.registry import PartRegistry
-from cpvt_det.data.coco import CocoDataset, describe_records
+from cpvt_det.data.coco import CocoDataset
 from cpvt_det.data.records import Records
 from cpvt_det.data.validation.check import CheckedData
 from cpvt_det.data.validation.issues import EXAMPLES
@@ -76,10 +76,6 @@ class Task(ABC):
     def training_records(self, datasets: list[CocoDataset]) -> Records:
         """Images to train on, as :func:`cpvt_det.builders.training_records`."""
         return builders.training_records(self.cfg, datasets)
-
-    def describe(self, records: Records) -> dict[str, Any]:
-        """Facts about the training data that a checkpoint stores."""
-        return describe_records(records)
 
     @abstractmethod
     def build_train_loader(self, records: Records, seed: int) -> "SampleLoader":
