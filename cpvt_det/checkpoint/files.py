@@ -2,9 +2,13 @@
 """Checkpoint files: they are read without running code and written completely or not at all, each with a checksum file."""
 
 import argparse
+import codecs
 import hashlib
+import pickle
+import pickletools
 import re
 import zipfile
+from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +18,6 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from cpvt_det.checkpoint.pickles import read_pickle
 from cpvt_det.common.errors import RunStoppedError, WeightsError, first_line
 from cpvt_det.common.files import atomic_file
 
@@ -32,8 +35,9 @@ TRANSFORMERS = re.compile(r"model\.(encoder|decoder)\.")
 def read_checkpoint(path: str | Path, only_look: bool = False) -> Any:
     """Read a file written by ``torch.save`` or safetensors, or a pickle of arrays, into CPU memory.
 
-    No code from the file is run. The unpickler is torch's restricted one. Besides tensors and plain containers it builds only
-    ``argparse.Namespace``, numpy arrays and numpy numbers, which official DETR checkpoints contain.
+    No code from the file is run. Torch's restricted unpickler builds, besides tensors and plain containers, only
+    ``argparse.Namespace``, numpy arrays and numpy numbers, which official DETR checkpoints contain. The unpickler of ``.pkl`` files
+    builds only plain containers, numpy arrays and numpy numbers.
 
     Args:
         path: path of the file. Its suffix gives the format: ``.safetensors``, ``.pkl`` for a pickle of arrays (detectron2's model
@@ -56,7 +60,7 @@ def read_checkpoint(path: str | Path, only_look: bool = False) -> Any:
         if path.suffix == ".safetensors":
             return safetensors.torch.load_file(path)
         if path.suffix == ".pkl":
-            return read_pickle(path)
+            return _read_pickle(path)
         with torch.serialization.safe_globals(_allowed_globals()):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=only_look and zipfile.is_zipfile(path))
     except Exception as error:  # what zip, pickle and file systems raise has no common base
@@ -201,13 +205,50 @@ def write_line(text: str, path: Path) -> None:
         raise RunStoppedError(f"cannot write {path}: {_why_unwritten(error)}") from error
 
 
+def _makers_of_arrays() -> dict[str, Any]:
+    """The functions that pickles of numpy arrays and numbers call, by their names in numpy 1 and 2."""
+    made = np.float64(0).__reduce__(), np.zeros(0).__reduce__(), np.zeros(0).__reduce_ex__(5)
+    makers = [maker for maker, *_ in made]
+    cores = [(core, maker) for core in ("numpy._core", "numpy.core") for maker in makers]
+    named = {f"{core}.{maker.__module__.rpartition('.')[2]}.{maker.__name__}": maker for core, maker in cores}
+    return {"numpy.ndarray": np.ndarray, "numpy.dtype": np.dtype, **named}
+
+
 def _allowed_globals() -> list[Any]:
-    """Types that the restricted unpickler may build besides torch's own. Functions of numpy are also listed under numpy 1's module
-    name."""
-    makers = {maker.__name__: maker for maker in (np.float64(0).__reduce__()[0], np.zeros(0).__reduce__()[0])}
-    named = [(maker, f"numpy.{core}.multiarray.{name}") for core in ("_core", "core") for name, maker in makers.items()]
+    """Types and functions that torch's restricted unpickler may use besides its own."""
     dtypes = {type(np.dtype(code)) for code in "?bhilqBHILQefd"}
-    return [argparse.Namespace, np.ndarray, np.dtype, *dtypes, *named]
+    return [argparse.Namespace, *dtypes, *((maker, name) for name, maker in _makers_of_arrays().items())]
+
+
+class _ArrayUnpickler(pickle.Unpickler):
+    """An unpickler of plain containers and arrays; ``bytes`` and ``encode`` make the content of arrays before protocol 3."""
+
+    allowed = {"collections.OrderedDict": OrderedDict, "_codecs.encode": codecs.encode, "__builtin__.bytes": bytes}
+    allowed |= _makers_of_arrays()
+
+    def find_class(self, module: str, name: str) -> Any:
+        if f"{module}.{name}" not in self.allowed:
+            raise pickle.UnpicklingError(f"GLOBAL {module}.{name}")  # as torch's unpickler names it
+        return self.allowed[f"{module}.{name}"]
+
+
+def _read_pickle(path: Path) -> Any:
+    """Read a pickle of plain containers and arrays, as in detectron2's model zoo; arrays in dicts become tensors."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        for operation, argument, _ in pickletools.genops(file):  # Python reserves slots up to the largest index in the file
+            if operation.name in ("PUT", "BINPUT", "LONG_BINPUT", "FRAME") and argument > size:
+                raise WeightsError(f"refused, because it asks for more memory than a file of its size can need: {argument}")
+        file.seek(0)
+        return _with_tensors(_ArrayUnpickler(file, encoding="latin1").load())
+
+
+def _with_tensors(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _with_tensors(item) for key, item in value.items()}
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value.astype(value.dtype.newbyteorder("=")))
+    return value
 
 
 def _why_unwritten(error: BaseException) -> str:
