@@ -35,7 +35,13 @@ from cpvt_det.predict.films import FilmReader, is_film
     type=float,
     help="Lowest score to draw and write, from 0 to 1.  [default: the one with the best F1 in the last evaluation of WEIGHTS]",
 )
-@click.option("--batch", default=1, show_default=True, help="Images or tiles per batch; larger batches are faster on a GPU.")
+@click.option(
+    "--batch",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Images or tiles per batch; larger batches are faster on a GPU.",
+)
 @click.option("--device", help="cpu, cuda, cuda:1.  [default: a GPU if there is one]")
 @click.option("--config-file", default="", metavar="FILE", help="Config to use instead of the one in WEIGHTS, or if it has none.")
 @click.option(
@@ -82,7 +88,7 @@ def predict(
       cpvt-det predict output/model_best.pth --input photos --output found --tiles 640 --overlap 0.2
     """
     filmed = is_film(source)
-    _require_usable(threshold, batch, overrides, every, filmed)
+    _require_usable(threshold, overrides, every, filmed)
     if track and not filmed:
         raise BadInputError(f"--track is for videos, and {source} is not one")
     output = output.expanduser()
@@ -106,7 +112,9 @@ def predict(
         click.echo(line, err=True)
     if not classifies and threshold is None:
         threshold = predictor.threshold
-        click.echo(_origin(predictor, weights), err=True)
+        is_known = predictor.thresholds is not None and predictor.thresholds.overall is not None
+        why = f"the best F1 in the last evaluation of {weights}" if is_known else f"{weights} contains none from an evaluation"
+        click.echo(f"Threshold {threshold:.3g}: {why}; --threshold sets another", err=True)
     start = time.perf_counter()
     if classifies:
         count = predict_classes(predictor, files, output, batch, on_bad)
@@ -117,40 +125,20 @@ def predict(
     else:
         found = predict_files(predictor, files, output, threshold, batch, on_bad)
     speed, kind = found.images / (time.perf_counter() - start), "frame" if filmed else "image"
-    best = "" if found.best is None else f"; the best score is {found.best:.3g}, {found.best_name}"
+    best = "" if found.best is None else f"; the best score is {found.best:.3g}"
     click.echo(
         f"{output}: {counted(found.images, kind)}, {counted(found.detections, 'detection')} with score >= {threshold:.3g}, "
         f"{speed:.1f} {kind}s/s{best}"
     )
     if found.best is not None and not found.detections:
         click.echo("No detection reaches the threshold, so the pictures have no boxes; --threshold sets a lower one", err=True)
-    if found.full and threshold > 0:
-        click.echo(
-            f"All {found.limit} detections pass the threshold in {counted(len(found.full), kind)}, such as {found.full[0]}: "
-            f"there may be more objects. TEST.DETECTIONS_PER_IMAGE {2 * found.limit} allows more, up to the model's number of "
-            "queries",
-            err=True,
-        )
 
 
-def _require_usable(threshold: float | None, batch: int, overrides: Sequence[str], every: int, filmed: bool) -> None:
+def _require_usable(threshold: float | None, overrides: Sequence[str], every: int, filmed: bool) -> None:
     if threshold is not None and not 0 <= threshold <= 1:
         raise BadInputError(f"--threshold must be a score from 0 to 1, got {threshold}")
     if every < 1 or (every > 1 and not filmed):
         raise BadInputError(f"--every must be 1 or more, and more than 1 is only for videos, got {every}")
-    if batch < 1:
-        raise BadInputError(f"--batch must be 1 or more images, got {batch}")
     for word in overrides[::2]:
         if os.path.isfile(word):
             raise BadInputError(f"{word} is a file, not a config key; put a glob in quotes: --input '*.jpg'")
-
-
-def _origin(predictor: Predictor, weights: str) -> str:
-    """A sentence that says where the threshold comes from, for a user who gave none."""
-    if predictor.thresholds is None:
-        why = f"{weights} contains no threshold from an evaluation"
-    elif predictor.thresholds.overall is None:
-        why = f"in the last evaluation of {weights}, no detection was correct"
-    else:
-        why = f"the best F1 in the last evaluation of {weights}"
-    return f"Threshold {predictor.threshold:.3g}: {why}; --threshold sets another"

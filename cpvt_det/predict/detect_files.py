@@ -7,7 +7,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -36,28 +36,18 @@ class Found:
         images: number of images.
         detections: number of detections that passed the threshold.
         best: highest score of all detections; ``None`` if there are none.
-        best_name: class of the detection with this score, and name of its image.
-        full: names of images in which every detection that the model keeps passed the threshold. Without the limit on the number of
-            detections, more objects might have been found.
-        limit: number of detections in the first image of ``full``.
     """
 
     images: int = 0
     detections: int = 0
     best: float | None = None
-    best_name: str = ""
-    full: list[str] = field(default_factory=list)
-    limit: int = 0
 
-    def add(self, name: str, found: ImageDetections, passed: int) -> None:
+    def add(self, found: ImageDetections, passed: int) -> None:
         """Count an image in which ``passed`` detections passed the threshold."""
         self.images += 1
         self.detections += passed
-        if len(found) and (self.best is None or found.scores[0] > self.best):
-            self.best, self.best_name = found.scores[0].item(), f"{found.names[0]} in {name}"
-        if passed and passed == int((found.scores > 0).sum()):  # a copy that was suppressed has a score of 0
-            self.full.append(name)
-            self.limit = self.limit or len(found)
+        if len(found):
+            self.best = max(self.best or 0.0, found.scores[0].item())
 
 
 @dataclass
@@ -135,7 +125,7 @@ def predict_files(
     _make_folder(output, "pictures")
     for file, everything in _predict_each(predictor, files, batch_size, on_bad):
         found = everything.above(threshold)
-        total.add(file.name, everything, len(found))
+        total.add(everything, len(found))
         picture = output / "pictures" / pictures[file.name]
         picture.parent.mkdir(parents=True, exist_ok=True)
         drawn = found.draw()
@@ -178,7 +168,7 @@ def predict_film(
     with bar, contextlib.closing(writer), (output / "frames.jsonl").open("w", encoding="utf-8", buffering=1) as lines:
         for number, time, everything in predictor.stream(reader, batch_size=batch_size):
             found = everything.above(threshold)
-            total.add(f"frame {number}", everything, len(found))
+            total.add(everything, len(found))
             ids = tracks(everything)[: len(found)] if track else [None] * len(found)  # both are sorted best first
             rows = []
             for name, row, one in zip(found.names, found.to_coco(number), ids, strict=True):
