@@ -122,8 +122,9 @@ def export(
         program.write_program(program.trace(module, canvas, names, masked), format, path, facts, half, postprocess.outputs)
         run = _open(path, format)
         unseen = enumerate(check.unseen_canvases(detector, canvas, names))
-        rows = [check.compare(detector, postprocess, run, other, seed, masked) for seed, other in unseen]
-        _report(rows, HALF_TOLERANCE if half else TOLERANCE)
+        for seed, other in unseen:
+            difference = check.compare(detector, postprocess, run, other, seed, masked)
+            _report(other, difference, HALF_TOLERANCE if half else TOLERANCE)
         if images is not None:
             quantize(path, format, images, facts)
         if tests:
@@ -260,19 +261,10 @@ def _metadata(trained: Trained) -> dict[str, Any]:
     }
 
 
-def _report(rows: list[check.Comparison], tolerance: float) -> None:
-    columns = {"largest difference of boxes": [row.boxes for row in rows], "of scores": [row.scores for row in rows]}
-    columns = {name: values for name, values in columns.items() if None not in values}  # a classifier has no boxes
-    shown = zip(*columns.values(), strict=True)
-    table = [
-        (row.canvas, *(f"{value:.1e}" for value in values), *(f"{seconds:.3f}" for seconds in row.seconds))
-        for row, values in zip(rows, shown, strict=True)
-    ]
-    headers = ("images x height x width", *columns, "seconds, model", "exported")
-    click.echo(tabulate(table, headers, tablefmt="github", disable_numparse=True))
-    boxes, scores = max(row.boxes or 0.0 for row in rows), max(row.scores for row in rows)
-    if max(boxes, scores) > tolerance:
+def _report(canvas: program.Canvas, difference: float, tolerance: float) -> None:
+    click.echo(f"{canvas}: boxes and scores differ from the model's by up to {difference:.1e}")
+    if difference > tolerance:
         raise RunStoppedError(
-            f"the exported program differs from the model: boxes by up to {boxes:.1e}, scores by up to {scores:.1e}, but only "
-            f"{tolerance:.0e} is allowed; no file was written"
+            f"the exported program differs from the model by up to {difference:.1e}, but only {tolerance:.0e} is allowed; no file "
+            "was written"
         )

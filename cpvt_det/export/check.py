@@ -2,10 +2,8 @@
 """Compare an exported program with the detector that it was made from, on canvas and batch sizes other than the traced ones."""
 
 import math
-import time
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Collection
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -22,23 +20,6 @@ from cpvt_det.models import ImageModel
 TRACED = (2, 3, 4)  # number of images, and height and width in largest strides; all differ from the numbers below
 NEAR = 0.01  # tolerance for an intersection over union in half precision
 UNSEEN = ((1, 2, 5), (3, 5, 3), (4, 6, 6))
-
-
-@dataclass
-class Comparison:
-    """The result of comparing one batch.
-
-    Attributes:
-        canvas: shape of the batch.
-        boxes: largest difference of a box coordinate, as a fraction of the image's side; ``None`` for a classifier.
-        scores: largest difference of a score.
-        seconds: times of the detector and of the program, measured on the second call of each.
-    """
-
-    canvas: Canvas
-    boxes: float | None
-    scores: float
-    seconds: tuple[float, float]
 
 
 def traced_canvas(detector: ImageModel, batch: int | None = None, size: Size | None = None) -> Canvas:
@@ -62,7 +43,7 @@ def _within(detector: ImageModel, sides: Collection[int]) -> list[int]:
 @torch.no_grad()
 def compare(
     detector: ImageModel, postprocess: PostProcessor | ClassScores, run: Run, canvas: Canvas, seed: int = 0, masked: bool = True
-) -> Comparison:
+) -> float:
     """Run the model and the program on the same generated images, all of different sizes.
 
     Args:
@@ -72,29 +53,27 @@ def compare(
         canvas: shape of the batch.
         seed: seed of the images.
         masked: whether the program has a padding mask; without one, all images fill the canvas.
+
+    Returns:
+        The largest difference of a score, or of a box coordinate as a fraction of the image's side.
     """
     stride = detector.size_divisibility
     images = draw_images(canvas, stride, seed)
     if not masked:
         images = [F.interpolate(image[None], (canvas.height, canvas.width))[0] for image in images]
     batch, pixels = detector.preprocess(images), PaddedBatch.from_images([image.float() for image in images], stride)
-    predictions, expected_seconds = _timed(lambda: detector(batch.images, batch.padding_mask))
-    answers, found_seconds = _timed(lambda: run(pixels.images, pixels.padding_mask))
+    predictions = detector(batch.images, batch.padding_mask)
+    answers = run(pixels.images, pixels.padding_mask)
     if isinstance(postprocess, ClassScores):
-        difference_of_scores = _largest(answers[0] - predictions.scores())
-        return Comparison(canvas, None, difference_of_scores, (expected_seconds, found_seconds))
+        return _largest(answers[0] - predictions.scores())
     # All pairs of query and class are used, so that ties at the cut-off do not count as differences.
     everything = PostProcessor(postprocess.classification, predictions.logits[-1, 0].numel()).decode(predictions)
-    differences = [
-        difference(Detections(*found), Detections(*expected), postprocess.nms)
-        for found, expected in zip(zip(*answers, strict=True), zip(*everything, strict=True), strict=True)
-    ]
-    boxes, scores = (max(column) for column in zip(*differences, strict=True))
-    return Comparison(canvas, boxes, scores, (expected_seconds, found_seconds))
+    pairs = zip(zip(*answers, strict=True), zip(*everything, strict=True), strict=True)
+    return max(difference(Detections(*found), Detections(*expected), postprocess.nms) for found, expected in pairs)
 
 
-def difference(found: Detections, expected: Detections, nms: float = 1.0) -> tuple[float, float]:
-    """The largest difference of boxes and of scores.
+def difference(found: Detections, expected: Detections, nms: float = 1.0) -> float:
+    """The largest difference of a box coordinate or a score.
 
     Scores are compared by rank. Boxes are compared in one-to-one pairs of the same label. The pairs are chosen for the smallest
     differences in box and score, because the order of detections with equal scores is not defined. With NMS, rounding may move an
@@ -107,25 +86,23 @@ def difference(found: Detections, expected: Detections, nms: float = 1.0) -> tup
         nms: NMS threshold of the post-processor.
 
     Returns:
-        The difference of boxes, in the unit of the boxes, and the difference of scores. Both are infinite if a number is not
-        finite, a label occurs more often than expected, a copy was not suppressed, or a detection that is not a copy was
-        suppressed.
+        The difference, in the unit of the boxes or of the scores. It is infinite if a number is not finite, a label occurs more
+        often than expected, a copy was not suppressed, or a detection that is not a copy was suppressed.
     """
     kept = (found.scores != 0) | (nms == 1)
     if nms < 1 and not _copies_are(~kept, found, nms):
-        return math.inf, math.inf
+        return math.inf
     ranks = len(found.scores) if nms == 1 else 1  # the best one is never a copy
-    boxes, scores = 0.0, _largest(found.scores[:ranks] - expected.scores[:ranks])
+    largest = _largest(found.scores[:ranks] - expected.scores[:ranks])
     for label in found.labels[kept].unique():
         here, there = kept & (found.labels == label), expected.labels == label
         of_boxes = (found.boxes_xyxy[here][:, None] - expected.boxes_xyxy[there]).abs().amax(-1)
         of_scores = (found.scores[here][:, None] - expected.scores[there]).abs()
         cost = torch.maximum(of_boxes, of_scores)
         if not cost.isfinite().all() or cost.shape[0] > cost.shape[1]:
-            return math.inf, math.inf
-        pairs = linear_sum_assignment(cost)
-        boxes, scores = max(boxes, _largest(of_boxes[pairs])), max(scores, _largest(of_scores[pairs]))
-    return boxes, scores
+            return math.inf
+        largest = max(largest, _largest(cost[linear_sum_assignment(cost)]))
+    return largest
 
 
 def _copies_are(copies: Tensor, found: Detections, nms: float) -> bool:
@@ -153,11 +130,3 @@ def draw_images(canvas: Canvas, stride: int, seed: int = 0) -> list[Tensor]:
 def _largest(differences: Tensor) -> float:
     largest = differences.abs().max().item() if differences.numel() else 0.0
     return math.inf if math.isnan(largest) else largest
-
-
-def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
-    """The result of the second call and its time in seconds; the first call may compile and is not timed."""
-    call()
-    start = time.perf_counter()
-    answer = call()
-    return answer, time.perf_counter() - start
