@@ -27,7 +27,7 @@ from cpvt_det.common.errors import BadInputError, RunStoppedError, UnknownNameEr
 from cpvt_det.common.structures import Size
 from cpvt_det.data.coco import CocoDataset
 from cpvt_det.export import check, program
-from cpvt_det.export.quantize import quantize, require_int8
+from cpvt_det.export.quantize import quantize
 from cpvt_det.models import ImageModel
 from cpvt_det.training.evaluate import evaluate
 from cpvt_det.training.tasks.task import build_task, figure_of
@@ -101,7 +101,7 @@ def export(
       cpvt-det export output/model_best.pth --format openvino --output detector.xml --int8 --max-loss 0.5
       cpvt-det export output/model_best.pth --format torch_export --output detector.pt2 --dynamic batch --size 800x1216
     """
-    program.require_format(format)
+    program.require_packages(format, int8)
     _require_usable(output, format, int8, half, max_loss)
     names = _dimensions(dynamic)
     trained = load_trained(weights, "cpu", config_file, overrides)
@@ -131,8 +131,7 @@ def export(
             _report_loss(trained, tests, path, 1.0 if max_loss is None else max_loss)
         for file in sorted(path.parent.iterdir()):  # the .bin with the weights comes before its .xml
             os.replace(file, output.with_name(file.name))
-    needs = f", opset {program.OPSET}, for onnxruntime {program.OLDEST_RUNTIMES[half]} or later" if format == "onnx" else ""
-    click.echo(f"{output}: {output.stat().st_size / 1e6:.1f} MB{needs}")
+    click.echo(f"{output}: {output.stat().st_size / 1e6:.1f} MB")
 
 
 def _require_usable(output: Path, format: str, int8: bool, half: bool, max_loss: float | None) -> None:
@@ -141,12 +140,10 @@ def _require_usable(output: Path, format: str, int8: bool, half: bool, max_loss:
         raise BadInputError(
             f"--output {output}: the name of an OpenVINO file must end in .xml; its weights are stored beside it, in a .bin file"
         )
-    if not output.parent.is_dir():
-        raise BadInputError(f"--output {output}: the folder {output.parent} does not exist; create it first")
     if not os.access(output.parent, os.W_OK):
-        raise BadInputError(f"--output {output}: no permission to write to the folder {output.parent}")
-    if int8:
-        require_int8(format)
+        raise BadInputError(f"--output {output}: the folder {output.parent} does not exist or cannot be written to")
+    if int8 and format == "torch_export":
+        raise BadInputError("--int8 is for --format onnx and openvino")
     if int8 and half:
         raise BadInputError("--int8 and --half exclude each other: leave one out")
     if max_loss is not None and not max_loss >= 0:
@@ -217,22 +214,20 @@ def _dimensions(text: str) -> list[str]:
 
 def _fixed(dynamic: Collection[str], batch: int | None, size: str | None, detector: ImageModel) -> tuple[int | None, Size | None]:
     """The fixed batch and canvas from ``--batch`` and ``--size``; ``None`` for dynamic ones. The default of a fixed batch is 1."""
-    if "batch" in dynamic and batch is not None:
-        raise BadInputError(f"--batch {batch} contradicts --dynamic, which contains batch: remove one of them")
+    is_fixed = not {"height", "width"} <= set(dynamic)
+    for option, value, fits in (("batch", batch, "batch" not in dynamic), ("size", size, is_fixed)):
+        if value is not None and not fits:
+            raise BadInputError(f"--{option} {value} contradicts --dynamic {','.join(dynamic)}: remove one of them")
     batch = None if "batch" in dynamic else batch or 1
     if size is None:
-        if {"height", "width"} <= set(dynamic):
-            return batch, None
-        raise BadInputError("height or width is not dynamic: add --size HEIGHTxWIDTH")
-    if {"height", "width"} <= set(dynamic):
-        raise BadInputError(f"--size {size} contradicts --dynamic, which contains height and width: remove one of them")
-    match = re.fullmatch(r"(\d+)x(\d+)", size)
+        if is_fixed:
+            raise BadInputError("height or width is not dynamic: add --size HEIGHTxWIDTH")
+        return batch, None
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", size)
     if match is None:
         raise BadInputError(f"--size {size} is not HEIGHTxWIDTH, such as 800x1216")
     sides = int(match[1]), int(match[2])
     stride, largest = detector.size_divisibility, program.largest_sides(detector)
-    if min(sides) < stride:
-        raise BadInputError(f"--size {size} is too small: the smallest canvas of this model is {stride}x{stride}, its stride")
     if any(side % stride for side in sides):
         whole = "x".join(str(-(-side // stride) * stride) for side in sides)
         raise BadInputError(f"--size {size}: sides must be multiples of the model's stride {stride}; use {whole}")

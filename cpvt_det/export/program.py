@@ -7,7 +7,7 @@ output.
 
 import contextlib
 import copy
-import importlib
+import importlib.util
 import json
 import logging
 from collections.abc import Collection, Iterator, Sequence
@@ -35,9 +35,10 @@ from cpvt_det.position.peg import PEGDetection
 DIMENSIONS = ("batch", "height", "width")
 SAMPLINGS = {"gather": "export", "grid_sample": "grid_sample"}  # name -> implementation of ``ms_deform_attn``
 FORMATS = ("torch_export", "onnx", "openvino")
-PACKAGES = {"torch_export": (), "onnx": ("onnx", "onnxscript", "onnxruntime"), "openvino": ("onnx", "onnxscript", "openvino")}
+ONNX = {"onnx": "export", "onnxscript": "export"}
+PACKAGES = {"torch_export": {}, "onnx": {**ONNX, "onnxruntime": "export"}, "openvino": {**ONNX, "openvino": "openvino"}}
+"""Format -> the packages that it needs, and the extra that installs each."""
 OPSET = 18  # version of ONNX's operators: the first that every version of torch's exporter has
-OLDEST_RUNTIMES = {False: "1.14", True: "1.31"}  # first onnxruntime with this opset, and first with float16 on a CPU
 aten = torch.ops.aten
 
 
@@ -126,7 +127,7 @@ def trace(module: ExportModule, canvas: Canvas, dynamic: Collection[str] = DIMEN
         A program of aten operators, with torch's ``scan`` for step-by-step computations.
 
     Raises:
-        RunStoppedError: a model that torch cannot trace, or an operator that is not part of aten.
+        RunStoppedError: a model that torch cannot trace.
     """
     stride, largest = module.detector.size_divisibility, largest_sides(module.detector)
     rows, columns = (stride * Dim(name, min=2, max=largest) for name in ("rows", "columns"))
@@ -148,9 +149,6 @@ def trace(module: ExportModule, canvas: Canvas, dynamic: Collection[str] = DIMEN
         raise RunStoppedError(
             f"torch.export cannot trace the model with --dynamic {asked}: {first_line(error)}{way_out}"
         ) from error
-    foreign = foreign_operators(program)
-    if foreign:
-        raise RunStoppedError(f"the program would need operators that are not part of torch's aten: {', '.join(sorted(foreign))}")
     return program
 
 
@@ -159,14 +157,6 @@ def largest_sides(detector: ImageModel) -> int | None:
     tables = [module.row_embed.num_embeddings for module in detector.modules() if isinstance(module, LearnedEncoding)]
     finest = min(detector.strides)
     return min(tables) * finest // detector.size_divisibility if tables else None
-
-
-def foreign_operators(program: ExportedProgram) -> set[str]:
-    """The operators of a program that are neither aten operators nor ``scan``; arithmetic on sizes does not count."""
-    graphs = [module.graph for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule)]
-    called = {node.target for graph in graphs for node in graph.nodes if node.op == "call_function"}
-    operators = [target for target in called if isinstance(target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator))]
-    return {str(operator) for operator in operators if operator.namespace != "aten" and str(operator) != "scan"}
 
 
 def _layer_norm(x: Tensor, shape: Sequence[int], weight: Tensor, bias: Tensor, eps: float = 1e-5, cudnn: bool = True) -> Tensor:
@@ -183,20 +173,16 @@ FLOAT_NORMS = {aten.layer_norm.default: _layer_norm, aten.batch_norm.default: _b
 operands of a norm have one type; torch also accepts a half input with float32 weights."""
 
 
-def require_format(format: str) -> None:
-    """Refuse a format whose packages are missing.
+def require_packages(format: str, int8: bool = False) -> None:
+    """Refuse a format whose packages, or those of its int8, are missing.
 
     Raises:
         BadInputError: missing packages; the message contains the command to install them.
     """
-    missing = []
-    for name in PACKAGES[format]:
-        try:
-            importlib.import_module(name)
-        except ImportError:
-            missing.append(name)
+    needed = {**PACKAGES[format], **({"nncf": "int8"} if int8 and format == "openvino" else {})}
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
-        extras = "export,openvino" if "openvino" in missing else "export"
+        extras = ",".join(dict.fromkeys(needed[name] for name in missing))
         raise BadInputError(f"--format {format} needs {', '.join(missing)}: pip install 'cpvt-det[{extras}]'")
 
 

@@ -6,7 +6,6 @@ need few multiplications and their channels have different ranges. ``docs/export
 """
 
 import contextlib
-import importlib.util
 import io
 import logging
 import os
@@ -23,18 +22,6 @@ from cpvt_det.common.errors import BadInputError, RunStoppedError, first_line
 
 Feed = dict[str, Any]
 """Name of an input -> its array."""
-
-
-def require_int8(format: str) -> None:
-    """Refuse a format that does not support int8, or whose package is missing.
-
-    Raises:
-        BadInputError: such a format; the message says what to do.
-    """
-    if format == "torch_export":
-        raise BadInputError("--int8 is for --format onnx and openvino")
-    if format == "openvino" and importlib.util.find_spec("nncf") is None:
-        raise BadInputError("--int8 with --format openvino needs nncf: pip install 'cpvt-det[int8]'")
 
 
 def quantize(path: Path, format: str, images: Iterable[Tensor], facts: Mapping[str, Any]) -> None:

@@ -20,10 +20,10 @@ from cpvt_det.checkpoint.exported import load_model, open_program
 from cpvt_det.checkpoint.files import write_checkpoint
 from cpvt_det.checkpoint.trained import load_trained
 from cpvt_det.cli import main
-from cpvt_det.common.errors import BadInputError, RunStoppedError
+from cpvt_det.common.errors import BadInputError
 from cpvt_det.common.structures import Detections
 from cpvt_det.export import check, program
-from cpvt_det.export.program import Canvas, ExportModule, foreign_operators, prepare, trace
+from cpvt_det.export.program import Canvas, ExportModule, prepare, trace
 from cpvt_det.layers.norm import MaskedBatchNorm2d, MaskedGroupNorm, NoNorm
 from cpvt_det.models.real_time_detr import RepVGGBlock
 from cpvt_det.position.peg import PEGDetection
@@ -77,6 +77,12 @@ def differences(output):
     return {line[0]: float(line[1]) for line in lines if len(line) == 2}
 
 
+def namespaces(program):
+    """Those of a program's operators, in all of its graphs; arithmetic on sizes has none."""
+    graphs = [module.graph for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule)]
+    return {node.target.namespace for graph in graphs for node in graph.nodes if hasattr(node.target, "namespace")}
+
+
 def last_line(result):
     return result.output.strip().splitlines()[-1]
 
@@ -117,7 +123,7 @@ def test_a_torch_program_gives_the_models_answers(tmp_path, kind, position, more
     assert result.exit_code == 0, result.output
     extra = {"cpvt_det.json": ""}
     loaded = torch.export.load(tmp_path / "detector.pt2", extra_files=extra)
-    assert foreign_operators(loaded) == set()
+    assert namespaces(loaded) <= {"aten", "higher_order"}
     assert json.loads(extra["cpvt_det.json"])["class_names"] == list(NAMES)
     assert json.loads(extra["cpvt_det.json"])["class_ids"] == [3, 17, 90]
 
@@ -171,7 +177,6 @@ def test_half_precision_stays_near(tmp_path, format, nms):
         pytest.importorskip("openvino")
     result = export(path, tmp_path / ("detector.xml" if format == "openvino" else "detector"), *STATIC, "--half", format=format)
     assert result.exit_code == 0, result.output
-    assert ("opset 18, for onnxruntime 1.31 or later" in result.output) == (format == "onnx")
     assert 1e-5 < max(differences(result.output).values()) < 2e-2
 
 
@@ -187,7 +192,6 @@ def test_an_onnx_file_has_aten_alone_left_of_its_domains_and_takes_one_stride(sh
     assert (model.ir_version, [(one.domain, one.version) for one in model.opset_import]) == (8, [("", 18)])
     onnx.checker.check_model(model)
     assert b"stack_trace" not in path.read_bytes() and str(ROOT).encode() not in path.read_bytes()
-    assert shipped[3].endswith(" MB, opset 18, for onnxruntime 1.14 or later\n")
     answers = open_program(path, "onnx").run(torch.full((1, 3, 16, 16), 99.0), torch.zeros(1, 16, 16, dtype=torch.bool))
     with torch.no_grad():
         batch = detector.preprocess([torch.full((3, 16, 16), 99)])
@@ -259,16 +263,6 @@ def test_a_program_in_full_precision_is_one_graph(kind):
     cfg = make_cfg(kind, "peg")
     traced = trace(ExportModule(prepare(make(cfg)), builders.build_postprocessor(cfg)), Canvas(1, 32, 48), ())
     assert [module for module in traced.graph_module.modules() if module is not traced.graph_module] == []
-
-
-def test_operators_that_are_not_atens_are_refused():
-    cfg = make_cfg("deformable", "none")
-    detector = prepare(make(cfg))
-    for module in detector.modules():
-        if hasattr(module, "implementation"):
-            module.implementation = "numba"
-    with pytest.raises(RunStoppedError, match="not part of torch's aten: cpvt_det.ms_deform_attn"):
-        trace(ExportModule(detector, builders.build_postprocessor(cfg)), Canvas(1, 32, 32), ())
 
 
 # The comparison
@@ -371,14 +365,13 @@ def test_a_program_that_is_not_the_model_leaves_no_file(tmp_path, monkeypatch):
     [
         (["--format", "caffe"], "'caffe' is not one of"),
         (["--dynamic", "batch,depth"], "(did you mean 'width'?); known: batch, height, none, width"),
-        (["--dynamic", "batch", "--size", "4x64"], "--size 4x64 is too small: the smallest canvas of this model is 8x8"),
+        (["--dynamic", "batch", "--size", "0x64"], "--size 0x64 is not HEIGHTxWIDTH"),
         (["--dynamic", "batch", "--size", "60x64"], "must be multiples of the model's stride 8; use 64x64"),
-        (["--dynamic", "batch", "--size", "square"], "--size square is not HEIGHTxWIDTH"),
         (["--dynamic", "batch", "--size", "8x808"], "the model's learned encoding covers only 400 pixels"),
         (["--dynamic", "none"], "add --size HEIGHTxWIDTH"),
         (["--size", "64x64"], "--size 64x64 contradicts --dynamic"),
         (["--batch", "2"], "--batch 2 contradicts --dynamic"),
-        (["--output", "nowhere/detector.pt2"], "the folder nowhere does not exist"),
+        (["--output", "nowhere/detector.pt2"], "the folder nowhere does not exist or cannot be written to"),
         (
             ["--format", "openvino"],
             "the name of an OpenVINO file must end in .xml; its weights are stored beside it, in a .bin file",
@@ -398,8 +391,8 @@ def test_bad_input_is_one_line_and_code_2(tmp_path, words, said):
 def test_a_missing_package_is_named_with_the_way_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     with pytest.raises(BadInputError, match=r"--format onnx needs onnxscript: pip install 'cpvt-det\[export\]'"):
-        program.require_format("onnx")
-    monkeypatch.setitem(sys.modules, "openvino", None)
-    with pytest.raises(BadInputError, match=r"needs onnxscript, openvino: pip install 'cpvt-det\[export,openvino\]'"):
-        program.require_format("openvino")
-    program.require_format("torch_export")
+        program.require_packages("onnx")
+    monkeypatch.setitem(sys.modules, "nncf", None)
+    with pytest.raises(BadInputError, match=r"needs onnxscript, nncf: pip install 'cpvt-det\[export,int8\]'"):
+        program.require_packages("openvino", int8=True)
+    program.require_packages("torch_export")
