@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cpvt_det.checkpoint import real_time_names
-from cpvt_det.common.errors import UnknownNameError, WeightsError
+from cpvt_det.common.errors import WeightsError
 from cpvt_det.models.backbones.vit_weights import DEIT, TNT, convert_deit, convert_tnt
 
 _NOT_WEIGHTS = re.compile(rf"(^|\.)num_batches_tracked$|^backbone\.body\.fc\.|{real_time_names.NOT_WEIGHTS}")
@@ -203,22 +203,14 @@ def convert_state_dict(state_dict: Mapping[str, Tensor], source: str) -> dict[st
 
     Args:
         state_dict: tensors under the names of ``source``; none is changed.
-        source: name of the source, a key of ``CONVERSIONS``.
+        source: name of the source, a key of ``CONVERSIONS``, which :func:`detect_source` finds.
 
     Returns:
         Our names -> tensors, without batch counters and without the backbone's classifier.
 
     Raises:
-        UnknownNameError: an unknown source.
-        WeightsError: names that do not belong to this source, or that belong to several sources; a missing q, k or v; two tensors
-            with different values that would get the same name.
+        WeightsError: a missing q, k or v; two tensors with different values that would get the same name.
     """
-    if source not in CONVERSIONS:
-        raise UnknownNameError("weights source", source, CONVERSIONS)
-    found = detect_source(state_dict)
-    if found != source:
-        example = f"the first tensor is {next(iter(state_dict), 'missing')}" if found is None else f"the names are those of {found}"
-        raise WeightsError(f"the weights do not have the tensor names of {source}: {example}")
     conversion = CONVERSIONS[source]
     if conversion.convert is not None:
         return conversion.convert(state_dict)

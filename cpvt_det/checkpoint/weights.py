@@ -79,14 +79,13 @@ class Weights:
         return {"model": self.state_dict, "cpvt_det": node} if node else {"model": self.state_dict}
 
 
-def read_weights(weights: str | Path | Mapping[str, Any], source: str = "auto") -> Weights:
+def read_weights(weights: str | Path | Mapping[str, Any]) -> Weights:
     """Read our weights, or those of a known source.
 
     Args:
         weights: path of a file or a folder; a name, a URL or a repository, as in :func:`cpvt_det.checkpoint.fetch.locate`; or the
             content of such a file. A folder contains ``model.safetensors`` or ``pytorch_model.bin``: it is ours (from
             :func:`cpvt_det.checkpoint.model_folder.save_model`), that of a run, or one from Hugging Face with a ``config.json``.
-        source: source of the weights' names, a key of ``CONVERSIONS``; ``auto`` finds it from the names.
 
     Returns:
         The weights under our names. The classes are read from the checkpoint. If it contains none, they are COCO's. In heads of 91
@@ -94,7 +93,6 @@ def read_weights(weights: str | Path | Mapping[str, Any], source: str = "auto") 
 
     Raises:
         WeightsError: weights that cannot be read, or whose parts contradict each other.
-        UnknownNameError: an unknown source.
     """
     if isinstance(weights, Mapping):
         path, start, origin, checkpoint = None, None, "the given weights", weights
@@ -110,7 +108,7 @@ def read_weights(weights: str | Path | Mapping[str, Any], source: str = "auto") 
     node = checkpoint.get("cpvt_det") if path is None or not is_in_folder(path) else read_node(path.parent)
     node = node if isinstance(node, Mapping) else {}
     try:
-        found = detect_source(state_dict) if source == "auto" else source
+        found = detect_source(state_dict)
         if found is not None:
             state_dict = convert_state_dict(state_dict, found)
     except WeightsError as error:

@@ -13,13 +13,10 @@ from cpvt_det.common.errors import RunStoppedError, WeightsError, first_line
 
 
 @click.command()
-@click.argument("source_path", metavar="INPUT", type=click.Path(path_type=Path))
+@click.argument("source", metavar="INPUT", type=click.Path(path_type=Path))
 @click.argument("output", type=click.Path(path_type=Path, dir_okay=False))
-@click.option(
-    "--source", type=click.Choice(["auto", *CONVERSIONS]), default="auto", show_default=True, help="Project that INPUT comes from."
-)
 @common_options
-def convert_weights(source_path: Path, output: Path, source: str) -> None:
+def convert_weights(source: Path, output: Path) -> None:
     """Convert weights of another project.
 
     INPUT is a file, or a Hugging Face folder with model.safetensors or pytorch_model.bin. OUTPUT is a checkpoint that also contains
@@ -30,12 +27,12 @@ def convert_weights(source_path: Path, output: Path, source: str) -> None:
     \b
     Example:
       cpvt-det convert-weights detr-r50-e632da11.pth detr_r50.pth
-      cpvt-det convert-weights hub/detr-resnet-50 detr_r50.safetensors --source hf_detr
+      cpvt-det convert-weights hub/detr-resnet-50 detr_r50.safetensors
     """
-    weights = read_weights(source_path, source)
+    weights = read_weights(source)
     if weights.source is None and weights.classes is None:
         raise WeightsError(
-            f"{source_path}: its tensor names match none of {', '.join(CONVERSIONS)}, and it is not a cpvt_det checkpoint"
+            f"{source}: its tensor names match none of {', '.join(CONVERSIONS)}, and it is not a cpvt_det checkpoint"
         )
     bare = output.suffix == ".safetensors"
     try:

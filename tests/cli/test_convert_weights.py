@@ -37,7 +37,7 @@ def test_the_command_writes_a_checkpoint_that_tells_its_classes(tmp_path):
 def test_the_command_takes_a_folder_and_writes_bare_safetensors(tmp_path):
     model = detector()
     folder = hf_folder(tmp_path / "hub", model, None)
-    result = convert(folder, tmp_path / "ours.safetensors", "--source", "hf_detr")
+    result = convert(folder, tmp_path / "ours.safetensors")
     assert result.exit_code == 0, result.output
     assert "of hf_detr, classes unknown" in result.output
     written = safetensors.torch.load_file(tmp_path / "ours.safetensors")
@@ -51,10 +51,9 @@ def test_the_command_says_what_it_cannot_do(tmp_path):
         ("ours.pth", "out.pth"): "is not a cpvt_det checkpoint",
         ("absent.pth", "out.pth"): "no weights file",
         ("theirs.pth", "no/folder/out.pth"): "cannot write",
-        ("theirs.pth", "out.pth", "--source", "hf_detr"): r"theirs\.pth: the weights do not have the tensor names of hf_detr",
     }
-    for (source, output, *options), message in cases.items():
-        result = convert(tmp_path / source, tmp_path / output, *options)
+    for (source, output), message in cases.items():
+        result = convert(tmp_path / source, tmp_path / output)
         assert isinstance(result.exception, WeightsError)
         assert re.search(message, str(result.exception))
     assert not (tmp_path / "out.pth").exists()
