@@ -6,7 +6,7 @@ node is ours. Data order and random state are not saved: both follow from the se
 """
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,29 +73,13 @@ class BestSoFar:
         self.counted = max(self.counted, iteration)
         return better
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state under the names it has in the node ``cpvt_det``."""
-        return {
-            "best": self.figure,
-            "best_figure": self.name,
-            "best_test": self.test,
-            "best_iteration": self.iteration,
-            "evaluations_waited": self.waited,
-            "last_evaluation": self.counted,
-        }
+    def compares_with(self, saved: "BestSoFar") -> bool:
+        """Whether ``saved`` is of the same metric on the same test set. A run without a test set takes any."""
+        return saved.name == self.name and self.test in ("", saved.test)
 
-    def compares_with(self, state: dict[str, Any]) -> bool:
-        """Whether the run that saved this state used the same metric on the same test set. A run without a test set takes any."""
-        return state["best_figure"] == self.name and self.test in ("", state["best_test"])
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the state of a run, or reset it if that run used a different metric or test set, because its values cannot be
-        compared."""
-        if not self.compares_with(state):
-            self.__init__(self.name, self.test)
-            return
-        self.figure, self.iteration = state["best"], state["best_iteration"]
-        self.waited, self.counted = state["evaluations_waited"], state["last_evaluation"]
+    def continued(self, saved: "BestSoFar") -> "BestSoFar":
+        """The state of a run that resumes ``saved``; without its values if they cannot be compared."""
+        return replace(saved, test=self.test) if self.compares_with(saved) else BestSoFar(self.name, self.test)
 
 
 @dataclass
@@ -132,7 +116,7 @@ class RunState:
             "run_id": self.run_id,
             "data": self.data,
             "processes": distributed.world_size(),
-            **self.best.state_dict(),
+            "best": asdict(self.best),
             "thresholds": None if self.thresholds is None else self.thresholds.state_dict(),
             "ema": None if self.ema is None else self.ema.state_dict(),
         }
@@ -165,7 +149,7 @@ class RunState:
             told = "The run to resume used %d process(es), and there are now %d: batches and their order stay the same, but %s"
             logger.warning(told, before, now, changes)
         self.seed, self.run_id = state["seed"], run_id_of({"cpvt_det": state})
-        self.best.load_state_dict(state)
+        self.best = self.best.continued(BestSoFar(**state["best"]))
         self.thresholds = state.get("thresholds") and Thresholds.from_state_dict(state["thresholds"], len(names))
         if self.ema is not None and state["ema"] is not None:
             self.ema.load_state_dict(state["ema"])
@@ -329,10 +313,9 @@ class RunCheckpointer(Checkpointer):
             return None, -1
         if run_id_of(best) != state.run_id:
             return None, -1
-        node, now = best["cpvt_det"], state.best
-        if not now.compares_with(node):
-            before = f"{node['best_figure']} on {node['best_test']}"
-            told = "The best checkpoint so far was selected by %s, but this run selects by %s on %s, and will replace it"
-            logger.warning(told, before, now.name, now.test)
+        saved, now = BestSoFar(**best["cpvt_det"]["best"]), state.best
+        if not now.compares_with(saved):
+            told = "The best checkpoint so far was selected by %s on %s, but this run selects by %s on %s, and will replace it"
+            logger.warning(told, saved.name, saved.test, now.name, now.test)
             return None, -1
-        return node["best"], node["best_iteration"]
+        return saved.figure, saved.iteration

@@ -103,7 +103,7 @@ def config_of_weights(weights: Weights) -> CfgNode:
         )
     cfg, source = get_cfg(), f"the config in {weights.origin}"
     stored = parse_config(weights.config, source)
-    known = dict(flat_items(cfg))  # other keys, such as another version's training keys, change no detection
+    known = dict(flat_items(cfg))  # other keys, such as detectron2's training keys, change no detection
     used = nested((key, value) for key, value in flat_items(stored) if key in known or key.startswith(("MODEL.", "INPUT.")))
     try:
         merge_checked(cfg, used, source)

@@ -2,6 +2,7 @@
 """The best evaluation so far, and the count of those that were waited, in a run and in one that is resumed."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -36,15 +37,14 @@ def test_a_resumed_run_counts_as_the_run_never_interrupted(stop, best_on_disk):
     own evaluation; as the checkpointer does, the best so far is taken from ``model_best.pth``.
     """
     seen = [iteration for iteration in FIGURES if iteration <= max(stop, best_on_disk)]
-    whole, saved, disk = BestSoFar(), None, {}
+    whole, saved, disk = BestSoFar(), None, None
     for iteration in FIGURES:
         if iteration == stop:
-            saved = whole.state_dict()
+            saved = replace(whole)
         if whole.take(FIGURES[iteration], iteration) and iteration in seen:
-            disk = whole.state_dict()
-    resumed = BestSoFar()
-    resumed.load_state_dict(saved)
-    resumed.figure, resumed.iteration = disk["best"], disk["best_iteration"]
+            disk = replace(whole)
+    resumed = BestSoFar().continued(saved)
+    resumed.figure, resumed.iteration = disk.figure, disk.iteration
     follow(resumed, *(iteration for iteration in FIGURES if iteration >= stop))
     assert resumed == whole
 
@@ -52,24 +52,22 @@ def test_a_resumed_run_counts_as_the_run_never_interrupted(stop, best_on_disk):
 def test_an_evaluation_that_is_repeated_after_an_early_stop_is_not_counted_again():
     best = BestSoFar()
     follow(best, 9, 19, 29, 39)
-    again = BestSoFar()
-    again.load_state_dict(best.state_dict())
+    again = BestSoFar().continued(best)
     follow(again, 39)
     assert again.waited == best.waited == 2
 
 
 @pytest.mark.parametrize("now", [("AP50", "cards"), ("bbox/AP", "pets")], ids=["figure", "test set"])
 def test_the_count_of_a_run_that_chose_by_another_figure_or_test_set_is_dropped(now):
-    best, other = BestSoFar("bbox/AP", "cards"), BestSoFar(*now)
+    best = BestSoFar("bbox/AP", "cards")
     follow(best, *FIGURES)
-    other.load_state_dict(best.state_dict())
-    assert other == BestSoFar(*now)
+    assert BestSoFar(*now).continued(best) == BestSoFar(*now)
 
 
 def test_a_run_that_evaluates_nothing_keeps_what_was_best():
-    best, other = BestSoFar("bbox/AP", "cards"), BestSoFar("bbox/AP")
+    best = BestSoFar("bbox/AP", "cards")
     follow(best, *FIGURES)
-    other.load_state_dict(best.state_dict())
+    other = BestSoFar("bbox/AP").continued(best)
     assert (other.figure, other.iteration) == (30.0, 19)
 
 

@@ -276,7 +276,7 @@ def test_the_best_of_an_earlier_run_with_the_same_seed_is_replaced(tmp_path):
     again = checkpointer(tmp_path)
     again.begin(resume=True)
     again.keep_best(3.0, 2)
-    assert read_checkpoint(tmp_path / "model_best.pth")["cpvt_det"]["best"] == 3.0
+    assert read_checkpoint(tmp_path / "model_best.pth")["cpvt_det"]["best"]["figure"] == 3.0
 
 
 @pytest.mark.parametrize("now", [("AP50", "cards"), ("bbox/AP", "pets")], ids=["figure", "test set"])
@@ -293,8 +293,8 @@ def test_a_best_of_another_figure_or_test_set_is_replaced_and_that_is_told(now, 
     told = f"The best checkpoint so far was selected by bbox/AP on cards, but this run selects by {now[0]} on {now[1]}"
     assert told in caplog.text
     again.keep_best(3.0, 4)
-    node = read_checkpoint(tmp_path / "model_best.pth")["cpvt_det"]
-    assert (node["best"], node["best_figure"], node["best_test"], node["best_iteration"]) == (3.0, *now, 4)
+    saved = BestSoFar(**read_checkpoint(tmp_path / "model_best.pth")["cpvt_det"]["best"])
+    assert saved == BestSoFar(*now, 3.0, 4, counted=4)
 
 
 def test_other_training_data_are_told_at_a_resume(tmp_path, caplog):

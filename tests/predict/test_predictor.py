@@ -340,7 +340,7 @@ def test_the_folder_of_a_run_is_its_best_checkpoint_or_names_the_others(detr, tm
 
 @pytest.fixture
 def without_config(detr, tmp_path):
-    """A checkpoint as versions before the config in it wrote them."""
+    """A checkpoint without its config."""
     checkpoint = torch.load(detr.weights, weights_only=True)
     del checkpoint["cpvt_det"]["config"]
     torch.save(checkpoint, tmp_path / "old.pth")

@@ -138,7 +138,7 @@ def test_a_run_writes_what_a_detector_s_run_writes(trained):
     results = json.loads((trained / "results.json").read_text())
     assert list(results["classes"]) == ["top1", "top1_class_mean", "top5", "top1-blue", "top1-green", "top1-red"]
     best = torch.load(trained / "model_best.pth", weights_only=True)["cpvt_det"]
-    assert best["best_figure"] == "classes/top1" and best["classes"]["names"] == ["blue", "green", "red"]
+    assert best["best"]["name"] == "classes/top1" and best["classes"]["names"] == ["blue", "green", "red"]
     answers = json.loads((trained / "inference/classes.json").read_text())
     assert len(answers) == 6 and answers[0]["class"] == "blue" and len(answers[0]["found"]) == 3
     right = sum(one["found"][0]["name"] == one["class"] for one in answers)

@@ -54,7 +54,7 @@ def test_a_run_ends_after_evaluations_without_a_better_one(train, scripted):
     assert seen == [1, 3, 5, 7]
     final, best = (weights_of(folder / f"model_{name}.pth") for name in ("final", "best"))
     assert (final["iteration"], best["iteration"]) == (7, 3)
-    assert (final["cpvt_det"]["evaluations_waited"], best["cpvt_det"]["evaluations_waited"]) == (2, 0)
+    assert (final["cpvt_det"]["best"]["waited"], best["cpvt_det"]["best"]["waited"]) == (2, 0)
     assert (folder / "last_checkpoint").read_text() == "model_final.pth"
     assert max(losses_of(folder)) == 7
     log = (folder / "log.txt").read_text()
@@ -85,9 +85,9 @@ def test_a_resumed_run_stops_where_the_run_never_interrupted_stops(train, script
         assert seen == [iteration for iteration in (1, 3, 5, 7, 9) if iteration >= stop - 1]
         assert_same_run(whole, part)
         nodes = [weights_of(folder / "model_final.pth")["cpvt_det"] for folder in (whole, part)]
-        for key in ("best", "best_iteration", "evaluations_waited", "last_evaluation", "thresholds"):
+        for key in ("best", "thresholds"):
             assert nodes[0][key] == nodes[1][key], (stop, key)
-        assert nodes[0]["evaluations_waited"] == 3
+        assert nodes[0]["best"]["waited"] == 3
 
 
 def test_an_early_stop_stays_one_until_the_patience_is_raised(train, scripted):
@@ -138,13 +138,13 @@ def test_the_best_checkpoint_is_that_of_the_chosen_figure(train, monkeypatch):
     folder = train("run", TEST__EVAL_PERIOD=2, TEST__BEST_FIGURE="AR100")
     best = weights_of(folder / "model_best.pth")
     assert best["iteration"] == 3
-    assert (best["cpvt_det"]["best"], best["cpvt_det"]["best_figure"]) == (2.0, "AR100")
+    assert (best["cpvt_det"]["best"]["figure"], best["cpvt_det"]["best"]["name"]) == (2.0, "AR100")
 
 
 @pytest.mark.parametrize("name", ["AP50", "bbox/AR100", "AP-red"])
 def test_a_figure_has_its_name_of_the_metrics_or_the_end_of_it(train, name):
     node = weights_of(train("run", TEST__BEST_FIGURE=name) / "model_best.pth")["cpvt_det"]
-    assert node["best_figure"] == name
+    assert node["best"]["name"] == name
 
 
 @pytest.mark.parametrize(
