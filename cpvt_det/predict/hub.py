@@ -3,10 +3,8 @@
 
 import itertools
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,6 @@ from cpvt_det.config import get_cfg
 from cpvt_det.evaluation.thresholds import Thresholds
 from cpvt_det.visualize.curves import main_figures, read_metrics
 
-PICTURE = "detections.png"
 USE = """\
 ## Use
 
@@ -50,49 +47,19 @@ On {tests}, after iteration {iteration}, in percent:
 
 {table}
 """
-TRAINING = """\
-## Training
-
-On {images}{sets}, with `config.yaml`, from which paths on the training machine were removed:
-
-```
-cpvt-det train --config-file config.yaml DATASETS.REGISTER "[['{first}', 'train.json', 'images'], ...]"
-```
-"""
 
 
-@dataclass
-class RunFacts:
-    """Facts about a checkpoint from the folder of its run.
-
-    Attributes:
-        iteration: iteration of the checkpoint; ``None`` if it is unknown.
-        images: number of training images; ``None`` if it is unknown.
-        figures: metrics of the evaluation at that iteration, by their names in ``metrics.json``; empty if there was no evaluation.
-        picture: picture of detections next to the ground truth; ``None`` if there is none.
-    """
-
-    iteration: int | None = None
-    images: int | None = None
-    figures: Mapping[str, float] = field(default_factory=dict)
-    picture: Path | None = None
-
-
-def read_facts(checkpoint: Path | None, with_picture: bool) -> RunFacts:
-    """Read the facts about a checkpoint from the checkpoint itself and from the files of its run in the same folder. A model folder
-    has no such facts."""
+def read_figures(checkpoint: Path | None) -> tuple[int | None, dict[str, float]]:
+    """The iteration of a checkpoint in the folder of its run, and the metrics of the evaluation at that iteration, by their names
+    in ``metrics.json``; ``None`` and no metrics for other checkpoints."""
     if checkpoint is None or not checkpoint.is_file():
-        return RunFacts()
-    content = read_checkpoint(checkpoint, only_look=True)
-    node = content.get("cpvt_det") if isinstance(content.get("cpvt_det"), dict) else {}
-    iteration, picture = content.get("iteration"), checkpoint.parent / "pictures" / PICTURE
+        return None, {}
+    iteration = read_checkpoint(checkpoint, only_look=True).get("iteration")
     try:
         line = read_metrics(checkpoint.parent / "metrics.json").get(iteration, {})
     except DataError:  # somebody removed it
         line = {}
-    figures = {name: value for name, value in line.items() if "/" in name and value == value}
-    has_picture = with_picture and picture.is_file()
-    return RunFacts(iteration, (node.get("data") or {}).get("images"), figures, picture if has_picture else None)
+    return iteration, {name: value for name, value in line.items() if "/" in name and value == value}
 
 
 def push(
@@ -103,7 +70,6 @@ def push(
     thresholds: Thresholds | None,
     checkpoint: Path | None,
     license: str | None = None,
-    picture: bool = True,
     private: bool | None = None,
     token: str | None = None,
     branch: str | None = None,
@@ -112,23 +78,21 @@ def push(
     """Upload a model folder with a model card, for :meth:`cpvt_det.predict.predictor.Predictor.push_to_hub`.
 
     Args:
-        repo_id, license, picture, private, token, branch, options: as in ``push_to_hub``.
+        repo_id, license, private, token, branch, options: as in ``push_to_hub``.
         save: function that writes the model folder.
         config: config of the model as YAML; local paths are removed before it is uploaded.
         classes: classes of the model.
         thresholds: score thresholds of the model, if they are known.
-        checkpoint: file that the model was loaded from, for the facts about its run.
+        checkpoint: file that the model was loaded from, for the metrics of its run.
     """
-    cfg, facts = CfgNode.load_cfg(config), read_facts(checkpoint, picture)
+    cfg, (iteration, figures) = CfgNode.load_cfg(config), read_figures(checkpoint)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save(folder)
         (folder / CONFIG).write_text(without_places(cfg).dump(), encoding="utf-8")
-        card = f"---\n{_metadata(repo_id, cfg, facts, license).to_yaml()}\n---\n\n"
-        card += write_card(repo_id, cfg, classes, thresholds, facts)
+        card = f"---\n{_metadata(repo_id, cfg, figures, license).to_yaml()}\n---\n\n"
+        card += write_card(repo_id, cfg, classes, thresholds, iteration, figures)
         (folder / "README.md").write_text(card, encoding="utf-8")
-        if facts.picture is not None:
-            shutil.copy(facts.picture, folder / PICTURE)
         with hub_errors(f"upload to {repo_id} on"):
             api = HfApi(token=token)
             repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
@@ -149,15 +113,15 @@ def without_places(cfg: CfgNode) -> CfgNode:
     return cfg
 
 
-def _metadata(repo_id: str, cfg: CfgNode, facts: RunFacts, license: str | None) -> ModelCardData:
+def _metadata(repo_id: str, cfg: CfgNode, figures: Mapping[str, float], license: str | None) -> ModelCardData:
     """The metadata that the hub shows and uses for search."""
     first = next(iter(cfg.DATASETS.TEST), "")
     kind = "image-classification" if is_classifier(cfg) else "object-detection"
     results = []
-    for figure in itertools.chain(*main_figures({0: dict(facts.figures)})):
+    for figure in itertools.chain(*main_figures({0: dict(figures)})):
         *of, _, metric = figure.split("/")  # if there are several test sets, the name of the set comes first
         name = "/".join(of) or first
-        results.append(EvalResult(kind, name, name, metric.lower(), round(facts.figures[figure], 2), metric_name=figure))
+        results.append(EvalResult(kind, name, name, metric.lower(), round(figures[figure], 2), metric_name=figure))
     return ModelCardData(
         license=license,
         library_name="cpvt_det",
@@ -168,7 +132,14 @@ def _metadata(repo_id: str, cfg: CfgNode, facts: RunFacts, license: str | None) 
     )
 
 
-def write_card(repo_id: str, cfg: CfgNode, classes: Classes, thresholds: Thresholds | None, facts: RunFacts) -> str:
+def write_card(
+    repo_id: str,
+    cfg: CfgNode,
+    classes: Classes,
+    thresholds: Thresholds | None,
+    iteration: int | None,
+    figures: Mapping[str, float],
+) -> str:
     """The text of the card, without its metadata.
 
     Args:
@@ -176,7 +147,7 @@ def write_card(repo_id: str, cfg: CfgNode, classes: Classes, thresholds: Thresho
         cfg: config of the model.
         classes: classes of the model.
         thresholds: score thresholds, if they are known.
-        facts: facts about its run.
+        iteration, figures: result of :func:`read_figures`.
     """
     classifies, model = is_classifier(cfg), cfg.MODEL.META_ARCHITECTURE.removeprefix("CPVT")
     encoding = "" if classifies else f" and the position encoding `{cfg.MODEL.POSITION.NAME}`"
@@ -185,18 +156,13 @@ def write_card(repo_id: str, cfg: CfgNode, classes: Classes, thresholds: Thresho
         f"{model} with {cfg.MODEL.BACKBONE.NAME}{encoding}, trained with cpvt_det.\n",
         f"{len(classes)} classes: {_listed(classes.names)}.\n",
     ]
-    if facts.picture is not None:
-        parts.append(f"![Detections beside the ground truth]({PICTURE})\n")
     best = None if thresholds is None else thresholds.overall
     python = (CLASSIFY if classifies else DETECT).format(repo_id=repo_id)
     parts.append(USE.format(python=python, threshold="" if best is None else f" Scores from {best:.3g} have the best F1."))
-    if facts.figures:
-        rows = sorted(facts.figures.items(), key=lambda row: "/AP-" in row[0])  # figures of single classes come last
+    if figures:
+        rows = sorted(figures.items(), key=lambda row: "/AP-" in row[0])  # figures of single classes come last
         table = tabulate([(name, f"{value:.1f}") for name, value in rows], ("figure", ""), tablefmt="pipe", disable_numparse=True)
-        parts.append(EVALUATION.format(tests=_listed(cfg.DATASETS.TEST), iteration=facts.iteration, table=table))
-    if cfg.DATASETS.TRAIN:
-        images = "" if facts.images is None else f"{facts.images} images of "
-        parts.append(TRAINING.format(images=images, sets=_listed(cfg.DATASETS.TRAIN), first=cfg.DATASETS.TRAIN[0]))
+        parts.append(EVALUATION.format(tests=_listed(cfg.DATASETS.TEST), iteration=iteration, table=table))
     return "\n".join(parts)
 
 

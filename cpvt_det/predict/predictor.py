@@ -243,17 +243,16 @@ class Predictor:
             raise WeightsError(f"{self.detector.origin} is an exported program and has no weights to save; load its checkpoint")
         save_model(Path(folder), self.detector.state_dict(), self.classes, self.config, self.thresholds)
 
-    def push_to_hub(self, repo_id: str, license: str | None = None, picture: bool = True, **options: Any) -> str:
+    def push_to_hub(self, repo_id: str, license: str | None = None, **options: Any) -> str:
         """Upload the model folder to Hugging Face's hub, for :meth:`from_pretrained`, with a model card.
 
-        The card lists the classes and explains how to use and train the model. If the model was loaded from a checkpoint in the
-        folder of its run, the card also has the number of training images, the metrics of the evaluation at the checkpoint's
-        iteration, and a picture. Local paths and callbacks are removed from the config.
+        The card lists the classes and explains how to use the model. If the model was loaded from a checkpoint in the folder of its
+        run, the card also has the metrics of the evaluation at the checkpoint's iteration. Local paths and callbacks are removed
+        from the config.
 
         Args:
             repo_id: name of the repository, ``user/name``; it is created if it does not exist.
             license: name of a licence, as the hub lists them.
-            picture: whether the card includes the picture, which shows test images of the run.
             options: ``private``, ``token``, ``branch``, ``commit_message`` and ``create_pr`` of huggingface_hub.
 
         Returns:
@@ -265,7 +264,7 @@ class Predictor:
         from cpvt_det.predict import hub
 
         loaded = self.config, self.classes, self.thresholds, self.origin
-        return hub.push(repo_id, self.save, *loaded, license, picture, **options)
+        return hub.push(repo_id, self.save, *loaded, license, **options)
 
     def _predict_batch(
         self, images: Sequence[ImageInput], pixels: list[Tensor], tiling: Tiling | None, batch_size: int

@@ -111,12 +111,12 @@ def test_a_pushed_model_is_loaded_again_bit_for_bit(hub, tiny_run):
     pushed = Predictor.from_checkpoint(trained.weights, device="cpu", overrides=["TEST.TILES.SIZE", "48"])
     url = pushed.push_to_hub("me/shapes", private=True, token="hf_none")
     assert url.endswith(f"/me/shapes/commit/{COMMIT}") and hub.private == {"me/shapes": True}
-    names = {"README.md", "classes.json", "config.yaml", "detections.png", "model.safetensors", "model.safetensors.sha256"}
+    names = {"README.md", "classes.json", "config.yaml", "model.safetensors", "model.safetensors.sha256"}
     assert hub.repos["me/shapes"].keys() - {"thresholds.json", ".gitattributes"} == names
     loaded = Predictor.from_pretrained("me/shapes", device="cpu", token="hf_none")
     assert loaded.classes == pushed.classes and loaded.thresholds == pushed.thresholds and loaded.tiling == pushed.tiling
     assert same(loaded(trained.image(30)), pushed(trained.image(30)))
-    assert not list(loaded.origin.glob("*.md")) and not list(loaded.origin.glob("*.png"))  # what is loaded is fetched, no more
+    assert not list(loaded.origin.glob("*.md"))  # what is loaded is fetched, no more
 
 
 def test_what_was_fetched_needs_no_network(hub, tiny_run):
@@ -147,12 +147,8 @@ def test_the_card_is_written_from_the_run(hub, tiny_run):
     }
     assert model["results"][0]["dataset"]["name"] == "drawn"
     assert f"| bbox/AP50     | {last['bbox/AP50']:.1f}" in card and "| bbox/AP-red" in card and "bbox/APl" not in card
-    assert "On drawn, after iteration 2, in percent:" in card and "On 5 images of drawn, with `config.yaml`" in card
+    assert "On drawn, after iteration 2, in percent:" in card
     assert "3 classes: red, green, blue." in card and 'Predictor.from_pretrained("me/shapes")' in card
-    assert "![Detections beside the ground truth](detections.png)" in card
-    assert hub.repos["me/shapes"]["detections.png"] == (trained.folder / "pictures/detections.png").read_bytes()
-    Predictor.from_checkpoint(trained.weights, device="cpu").push_to_hub("me/plain", picture=False, token="hf_none")
-    assert "detections.png" not in hub.repos["me/plain"] and b"detections.png" not in hub.repos["me/plain"]["README.md"]
 
 
 def test_no_place_on_this_machine_is_pushed(hub, tiny_run, tmp_path):
@@ -184,7 +180,7 @@ def test_a_model_without_a_run_is_pushed_with_what_is_known(hub, tmp_path):
     predictor.save(tmp_path / "folder")
     Predictor.from_pretrained(str(tmp_path / "folder"), device="cpu").push_to_hub("me/random", token="hf_none")
     card = hub.repos["me/random"]["README.md"].decode()
-    assert "## Evaluation" not in card and "![" not in card and "## Use" in card and "model-index" not in card
+    assert "## Evaluation" not in card and "## Use" in card and "model-index" not in card
     assert len(Predictor.from_pretrained("me/random", device="cpu", token="hf_none").classes) == 3
 
 
