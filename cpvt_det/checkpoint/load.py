@@ -30,16 +30,10 @@ class WeightsReport:
         loaded: names in the model that were loaded.
         remade: name -> reason, for names that model and weights share but whose tensors kept the model's initial values.
         missing: names in the model only; these also kept the initial values.
-        unexpected: names in the weights only.
+        unexpected: names in the weights only, without those that are needed only in training: label vectors for denoising.
         rows_by_name: class name -> row of the weights that was loaded; ``None`` for a class that kept its initial row.
             Empty if the class names agree.
         near_names: class name that was not found -> class name of the weights that differs only in case, spaces or a plural.
-        first_row_only: names of tensors in ``loaded`` from which only row 0 was loaded. They are class heads of proposals whose row
-            0 means "an object". Their other rows stand for no class and were only trained to give low scores.
-        first_queries: name -> number of rows, for tensors in ``loaded`` from which only the first rows were loaded. They are query
-            vectors in the order of the proposals. This happens, for example, if the weights have a hybrid branch and the model has
-            none.
-        training_only: names that are only in the weights and are needed only in training, such as label vectors for denoising.
         source: source of the weights' original names, a key of ``CONVERSIONS``; ``None`` for our names.
         thresholds: score thresholds stored with the weights, for their own classes; ``None`` if there are none.
     """
@@ -50,9 +44,6 @@ class WeightsReport:
     unexpected: list[str] = field(default_factory=list)
     rows_by_name: dict[str, int | None] = field(default_factory=dict)
     near_names: dict[str, str] = field(default_factory=dict)
-    first_row_only: list[str] = field(default_factory=list)
-    first_queries: dict[str, str] = field(default_factory=dict)
-    training_only: list[str] = field(default_factory=list)
     source: str | None = None
     thresholds: Thresholds | None = None
 
@@ -83,15 +74,6 @@ class WeightsReport:
         near = {name: f", but {known} is (the same class?)" for name, known in self.near_names.items()}
         rows += [("re-initialised", f"class {name}", f"not among the weights' classes{near.get(name, '')}") for name in fresh[:10]]
         rows += [("re-initialised", f"{len(fresh) - 10} more classes", "")] if len(fresh) > 10 else []
-        rows += [
-            ("row 0 loaded", name, "row 0 means an object, and the other rows do not stand for classes")
-            for name in self.first_row_only
-        ]
-        rows += [
-            (f"{told} loaded", name, "the queries are ordered as their proposals, best first")
-            for name, told in self.first_queries.items()
-        ]
-        rows += [("not needed", name, "class vectors for denoising, which happens only in training") for name in self.training_only]
         return tabulate(rows, ("", "name", "why")) if rows else "every tensor loaded"
 
 
@@ -116,8 +98,7 @@ def load_weights(
     """
     read = weights if isinstance(weights, Weights) else read_weights(weights)
     own = model.state_dict()
-    state_dict, first_queries = _first_by_rank(_beside_pegs(read.state_dict, own), model)
-    read = replace(read, state_dict=state_dict)
+    read = replace(read, state_dict=_first_by_rank(_beside_pegs(read.state_dict, own), model))
     rows = _rows_by_name(read, class_names)
     shared = {name: tensor for name, tensor in read.state_dict.items() if name in own}
     meaning = _meaning_of_proposals(model, read)
@@ -125,21 +106,13 @@ def load_weights(
     chosen = {name: value for name, value in fitted.items() if isinstance(value, Tensor)}
     if not any(CLASS_HEAD.search(name) for name in chosen):
         rows = dict.fromkeys(rows)
-    unexpected = _without_counters([name for name in read.state_dict if name not in own])
     report = WeightsReport(
         loaded=list(chosen),
         remade={name: value for name, value in fitted.items() if isinstance(value, str)},
         missing=_without_counters([name for name in own if name not in shared]),
-        unexpected=[name for name in unexpected if not DENOISING_LABELS.search(name)],
+        unexpected=_without_counters([name for name in read.state_dict if name not in own and not DENOISING_LABELS.search(name)]),
         rows_by_name=rows,
         near_names=nearly_named([name for name, row in rows.items() if row is None], read.classes.names if rows else ()),
-        first_row_only=[
-            name
-            for name in chosen
-            if PROPOSALS_HEAD.search(name) and meaning == "objects" and (rows or len(shared[name]) != len(own[name]))
-        ],
-        first_queries=first_queries,
-        training_only=[name for name in unexpected if DENOISING_LABELS.search(name)],
         source=read.source,
         thresholds=read.thresholds,
     )
@@ -164,16 +137,15 @@ def _beside_pegs(state_dict: Mapping[str, Tensor], own: Mapping[str, Tensor]) ->
     return {beside[name] if name not in own and beside[name] in own else name: tensor for name, tensor in state_dict.items()}
 
 
-def _first_by_rank(state_dict: Mapping[str, Tensor], model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Cut query vectors to the model's number of queries if the i-th query starts at the i-th best proposal. Also return notes on
-    what was cut."""
-    name, cut = "queries.query_embed.weight", dict(state_dict)
+def _first_by_rank(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Cut query vectors to the model's number of queries if the i-th query starts at the i-th best proposal. There are more, for
+    example, if the weights have a hybrid branch and the model has none."""
+    name = "queries.query_embed.weight"
     vectors = model.state_dict().get(name) if isinstance(getattr(model, "queries", None), MixedQueries) else None
     given = state_dict.get(name)
     if vectors is None or given is None or given.shape[1:] != vectors.shape[1:] or not 1 < len(vectors) < len(given):
-        return cut, {}
-    cut[name] = given[: len(vectors)]
-    return cut, {name: f"{len(vectors)} of {len(given)} rows"}
+        return state_dict
+    return {**state_dict, name: given[: len(vectors)]}
 
 
 def load_backbone_weights(backbone: nn.Module, weights: str, name: str) -> None:
