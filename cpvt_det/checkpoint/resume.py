@@ -3,8 +3,7 @@
 iteration.
 
 A folder may contain checkpoints of several runs, one after the other. Its file ``run_id`` names the run that was last started or
-resumed there, and the node ``cpvt_det`` of a checkpoint names its run. Checkpoints that were written before run ids existed are
-identified by their seed.
+resumed there, and the node ``cpvt_det`` of a checkpoint names its run.
 """
 
 import logging
@@ -34,14 +33,12 @@ class Candidate:
         path: path of the file.
         run_id: id of its run, from :func:`run_id_of`.
         iteration: last iteration before it was saved.
-        is_tagged: whether ``last_checkpoint`` names this checkpoint.
         written: time of its last change, in nanoseconds.
     """
 
     path: Path
     run_id: str
     iteration: int
-    is_tagged: bool
     written: int
 
 
@@ -74,8 +71,8 @@ def choose_to_resume(folder: str | Path) -> tuple[Path, dict[str, Any]]:
         raise WeightsError(f"there is nothing to resume in {folder}: it contains no checkpoint model_*.pth; check OUTPUT_DIR")
     candidates, skipped = _look(folder)
     named = named_run(folder)
-    if not named and candidates:  # then it is the run of the tagged checkpoint, or else of the newest one
-        named = max(candidates, key=lambda one: (one.is_tagged, one.written)).run_id
+    if not named and candidates:  # then it is the run of the newest checkpoint
+        named = max(candidates, key=lambda one: one.written).run_id
     chosen = _first_whole(candidates, named, skipped)
     for why in skipped.values():
         logger.warning("Skipped a checkpoint: %s", why)
@@ -125,8 +122,6 @@ def checkpoints_of(folder: Path) -> list[Path]:
 
 def _look(folder: Path) -> tuple[list[Candidate], dict[str, str]]:
     """The checkpoints that can be opened, and a dict of the others: file name -> reason."""
-    tag = folder / TAG
-    tagged = tag.read_text(encoding="utf-8", errors="replace").strip() if tag.is_file() else ""
     candidates, skipped = [], {}
     for path in checkpoints_of(folder):
         try:
@@ -136,18 +131,17 @@ def _look(folder: Path) -> tuple[list[Candidate], dict[str, str]]:
             continue
         content = content if isinstance(content, dict) else {}
         iteration = content.get("iteration") if isinstance(content.get("iteration"), int) else -1
-        candidates.append(Candidate(path, run_id_of(content), iteration, path.name == tagged, path.stat().st_mtime_ns))
+        candidates.append(Candidate(path, run_id_of(content), iteration, path.stat().st_mtime_ns))
     return candidates, skipped
 
 
 def _first_whole(candidates: list[Candidate], run_id: str, skipped: dict[str, str]) -> tuple[Path, dict[str, Any]] | None:
     """The best undamaged checkpoint and its content: that of the run with the highest iteration, or else the newest of another
     run. Damaged ones are added to ``skipped``."""
-    of_run = [one for one in candidates if one.run_id == run_id]
-    others = [one for one in candidates if one.run_id != run_id]
-    of_run.sort(key=lambda one: (one.iteration, one.is_tagged, one.written), reverse=True)
-    others.sort(key=lambda one: (one.is_tagged, one.written), reverse=True)
-    for one in of_run + others:
+    newest_first = sorted(candidates, key=lambda one: one.written, reverse=True)
+    of_run = [one for one in newest_first if one.run_id == run_id]
+    others = [one for one in newest_first if one.run_id != run_id]
+    for one in sorted(of_run, key=lambda one: one.iteration, reverse=True) + others:
         try:
             return one.path, read_checkpoint(one.path)
         except WeightsError as error:
