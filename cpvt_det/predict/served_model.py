@@ -2,10 +2,9 @@
 """The trained model that answers the page. For an image file, it returns the detections and, for each detection, where the decoder
 looked."""
 
-import hashlib
+import functools
 import threading
 import time
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +22,7 @@ from cpvt_det.visualize.recording import ForwardRecord, attention_layers, record
 MOST_PIXELS = 64_000_000
 """Size limit of an image, because a small file may contain more pixels than the memory can hold."""
 KEPT = 4
-"""Number of images whose passes are stored, so that a click on a box is answered immediately."""
+"""Number of files whose passes are stored, so that a click on a box is answered immediately."""
 
 Json = dict[str, Any]
 
@@ -61,7 +60,7 @@ class ServedModel:
         self.predictor = predictor
         self.name = name
         self._lock = threading.Lock()
-        self._kept: OrderedDict[bytes, Pass] = OrderedDict()
+        self.passes = functools.lru_cache(KEPT)(lambda content, name: self._run(_read(content, name)))
 
     def detect(self, content: bytes, name: str) -> Pass:
         """The pass of an image. Its detections equal the result of ``predictor(path)`` bit for bit.
@@ -73,14 +72,8 @@ class ServedModel:
         Raises:
             DataError: a file that cannot be read as an image, or with more than 64 million pixels.
         """
-        key = hashlib.sha256(content).digest()
         with self._lock:
-            if key not in self._kept:
-                self._kept[key] = self._run(_read(content, name))
-            self._kept.move_to_end(key)
-            while len(self._kept) > KEPT:
-                self._kept.popitem(last=False)
-            return self._kept[key]
+            return self.passes(content, name)
 
     def looks(self, content: bytes, name: str, query: int) -> Json:
         """Where a decoder query looked, layer by layer, in pixels of the image.

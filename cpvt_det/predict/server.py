@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page and its two requests, ``/detect`` and ``/look``, over HTTP. Nothing is written, and no file is ever opened.
 
-Every request contains the bytes of its image, so the server stores no images. Pages of other sites cannot use it: requests from
+Every request contains the bytes of its image. Pages of other sites cannot use it: requests from
 another origin are refused, and so are requests to a host name that was not allowed. The host name is checked because a site can
 make its own name resolve to this machine (DNS rebinding). This cannot happen with IP addresses and ``localhost``.
 """
@@ -10,6 +10,7 @@ import contextlib
 import ipaddress
 import json
 import logging
+import math
 import socket
 import socketserver
 import sys
@@ -26,8 +27,6 @@ from cpvt_det.visualize.pictures import hex_color
 
 logger = logging.getLogger("cpvt_det")
 MEGABYTE = 1_000_000
-MOST_DIGITS = 18
-"""Largest number of digits that is read as a number, because Python raises an error of its own for thousands of digits."""
 MOST_LEVELS = 8
 """Number of feature levels with their own colour, the same as in ``cpvt-det show attention``."""
 
@@ -166,9 +165,10 @@ class Handler(BaseHTTPRequestHandler):
             raise RefusedError(403, "requests from other sites are refused")
 
     def _read_body(self) -> bytes:
-        length = _whole(self.headers.get("Content-Length", ""))
-        if length is None:
+        text = self.headers.get("Content-Length", "")
+        if not text.isdecimal():
             raise RefusedError(411, "the length of the image is missing")
+        length = int(text)
         if length > self.server.max_upload:
             size, most = length / MEGABYTE, self.server.max_upload / MEGABYTE
             raise RefusedError(413, f"{size:.1f} MB are too much: at most {most:g} MB are accepted (--max-upload)")
@@ -190,18 +190,11 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
 
-def _number(asked: dict[str, list[str]], name: str, end: int | None = None) -> int:
+def _number(asked: dict[str, list[str]], name: str, end: float = math.inf) -> int:
     text = asked.get(name, ["0"])[0]
-    number = _whole(text)
-    if number is None or (end is not None and number >= end):
-        shown = f"{text[:MOST_DIGITS]}..." if len(text) > MOST_DIGITS else text
-        raise RefusedError(400, f"{name} {shown!r} is not a whole number{'' if end is None else f' below {end}'}")
-    return number
-
-
-def _whole(text: str) -> int | None:
-    """The number in a text of digits; ``None`` for any other text and for a very long one."""
-    return int(text) if text.isascii() and text.isdecimal() and len(text) <= MOST_DIGITS else None
+    if not text.isdecimal() or int(text) >= end:
+        raise RefusedError(400, f"{name} {text!r} is not a valid number")
+    return int(text)
 
 
 def _host_of(address: str) -> str:
