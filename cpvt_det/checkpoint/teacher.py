@@ -30,8 +30,7 @@ def load_teacher(cfg: CfgNode, classes: Classes) -> Teacher:
             ImageNet's order.
 
     Raises:
-        WeightsError: weights that cannot be read, do not belong to a classifier, or lack a class of the student; a timm network
-            that does not take images of ``INPUT.CLASSIFY.SIZE``.
+        WeightsError: weights that cannot be read, do not belong to a classifier, or lack a class of the student.
         ConfigError: an unknown network, or a timm network without timm installed.
     """
     name, device = cfg.MODEL.CLASSIFIER.TEACHER, build_device(cfg)
@@ -55,7 +54,7 @@ def load_teacher(cfg: CfgNode, classes: Classes) -> Teacher:
 
 
 def _timm_teacher(cfg: CfgNode, num_classes: int, device: torch.device) -> Teacher:
-    weights, size = cfg.MODEL.CLASSIFIER.TEACHER_WEIGHTS, cfg.INPUT.CLASSIFY.SIZE
+    weights = cfg.MODEL.CLASSIFIER.TEACHER_WEIGHTS
     name = cfg.MODEL.CLASSIFIER.TEACHER.removeprefix("timm/")
     try:
         import timm
@@ -78,13 +77,5 @@ def _timm_teacher(cfg: CfgNode, num_classes: int, device: torch.device) -> Teach
     if model.num_classes != num_classes:
         raise WeightsError(f"MODEL.CLASSIFIER.TEACHER timm/{name} has {model.num_classes} classes, but the data have {num_classes}")
     model = model.to(device).eval().requires_grad_(False)
-    try:
-        with torch.no_grad():
-            model(torch.zeros(1, 3, size, size, device=device))
-    except Exception as error:  # an assertion in most networks
-        raise WeightsError(
-            f"MODEL.CLASSIFIER.TEACHER timm/{name} does not accept images of INPUT.CLASSIFY.SIZE {size}: {first_line(error)}; set "
-            f"the size to {model.pretrained_cfg['input_size'][-1]}, or choose a network that accepts any size"
-        ) from error
     mean, std = (255 * torch.tensor(model.pretrained_cfg[key], device=device)[:, None, None] for key in ("mean", "std"))
     return torch.no_grad()(lambda images: model((images - mean) / std).argmax(-1))
