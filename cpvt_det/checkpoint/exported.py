@@ -18,7 +18,7 @@ from cpvt_det.builders import build_device
 from cpvt_det.checkpoint.fetch import EXPORTED
 from cpvt_det.checkpoint.trained import Trained, config_of_weights, config_to_use, load_trained
 from cpvt_det.checkpoint.weights import Weights
-from cpvt_det.common.class_names import Classes
+from cpvt_det.common.class_names import Classes, require_same_classes
 from cpvt_det.common.errors import ConfigError, MapSizeError, WeightsError, first_line
 from cpvt_det.common.structures import PaddedBatch
 from cpvt_det.config import flat_items
@@ -135,17 +135,13 @@ def load_for_evaluation(cfg: CfgNode, classes: Classes) -> tuple[ExportedModel, 
         classes: classes of the data.
 
     Raises:
-        WeightsError: a program that cannot be read or has other classes.
+        WeightsError: a program that cannot be read.
+        DataError: other classes than those of the program.
         ConfigError: keys that are fixed in the program, or a device that is not a CPU.
     """
     stored, weights, model = _read(cfg.MODEL.WEIGHTS)
     _require_fitting(cfg, stored, model.origin)
-    if weights.classes.names != classes.names:
-        raise WeightsError(
-            f"{model.origin} and the data have different classes, or list them in a different order: "
-            f"{', '.join(weights.classes.names[:10])} and {', '.join(classes.names[:10])}; evaluate the checkpoint instead, whose "
-            "classes are matched by name"
-        )
+    require_same_classes(weights.classes, classes, f"{model.origin} and the data")
     return model.eval(), weights.thresholds
 
 
@@ -235,8 +231,7 @@ def _read(path: str | os.PathLike[str]) -> tuple[CfgNode, Weights, ExportedModel
         model = ExportedModel(program, origin)
     except (KeyError, TypeError, ValueError) as error:
         raise WeightsError(
-            f"{origin} was not written by cpvt-det export, or was written by an older version: it lacks the config of its model; "
-            "export it again"
+            f"{origin} was not written by cpvt-det export: it lacks the config of its model; export it again"
         ) from error
     return config_of_weights(weights), weights, model
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Model folders on Hugging Face's hub, and their cards, written from a checkpoint and its run; imported only when used."""
 
-import itertools
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fvcore.common.config import CfgNode
-from huggingface_hub import EvalResult, HfApi, ModelCardData
+from huggingface_hub import HfApi, ModelCardData
 from tabulate import tabulate
 
 from cpvt_det.builders import is_classifier
@@ -20,8 +19,9 @@ from cpvt_det.common.class_names import Classes
 from cpvt_det.common.errors import DataError
 from cpvt_det.config import get_cfg
 from cpvt_det.evaluation.thresholds import Thresholds
-from cpvt_det.visualize.curves import main_figures, read_metrics
+from cpvt_det.visualize.curves import read_metrics
 
+MOST_NAMES = 20
 USE = """\
 ## Use
 
@@ -90,9 +90,11 @@ def push(
         folder = Path(name)
         save(folder)
         (folder / CONFIG).write_text(without_places(cfg).dump(), encoding="utf-8")
-        card = f"---\n{_metadata(repo_id, cfg, figures, license).to_yaml()}\n---\n\n"
-        card += write_card(repo_id, cfg, classes, thresholds, iteration, figures)
-        (folder / "README.md").write_text(card, encoding="utf-8")
+        kind = "image-classification" if is_classifier(cfg) else "object-detection"
+        tags = [kind, "position-encoding"]
+        metadata = ModelCardData(license=license, library_name="cpvt_det", pipeline_tag=kind, tags=tags)
+        card = write_card(repo_id, cfg, classes, thresholds, iteration, figures)
+        (folder / "README.md").write_text(f"---\n{metadata.to_yaml()}\n---\n\n{card}", encoding="utf-8")
         with hub_errors(f"upload to {repo_id} on"):
             api = HfApi(token=token)
             repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
@@ -111,25 +113,6 @@ def without_places(cfg: CfgNode) -> CfgNode:
         if Path(value).parent != Path() or os.path.exists(value):  # a file, not a name
             node[key] = ""
     return cfg
-
-
-def _metadata(repo_id: str, cfg: CfgNode, figures: Mapping[str, float], license: str | None) -> ModelCardData:
-    """The metadata that the hub shows and uses for search."""
-    first = next(iter(cfg.DATASETS.TEST), "")
-    kind = "image-classification" if is_classifier(cfg) else "object-detection"
-    results = []
-    for figure in itertools.chain(*main_figures({0: dict(figures)})):
-        *of, _, metric = figure.split("/")  # if there are several test sets, the name of the set comes first
-        name = "/".join(of) or first
-        results.append(EvalResult(kind, name, name, metric.lower(), round(figures[figure], 2), metric_name=figure))
-    return ModelCardData(
-        license=license,
-        library_name="cpvt_det",
-        pipeline_tag=kind,
-        tags=[kind, "position-encoding"],
-        model_name=repo_id.rpartition("/")[2],
-        eval_results=results or None,
-    )
 
 
 def write_card(
@@ -166,5 +149,5 @@ def write_card(
     return "\n".join(parts)
 
 
-def _listed(names: Sequence[str], most: int = 20) -> str:
-    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:MOST_NAMES]) + (", ..." if len(names) > MOST_NAMES else "")
