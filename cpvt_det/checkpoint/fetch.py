@@ -193,11 +193,6 @@ def _from_url(place: Place, path: Path) -> Path:
 
 
 def _require_same(path: Path, place: Place) -> None:
-    """Refuse a file other than the one in the table, compared by hash or, if the hash is unknown, by size."""
-    megabytes = path.stat().st_size / 1e6
-    if not place.sha256 and place.megabytes and not 0.95 < megabytes / place.megabytes < 1.05:
-        raise WeightsError(
-            f"{path} is {megabytes:.0f} MB, but the file at {place.url} is {place.megabytes} MB; remove it and try again"
-        )
+    """Refuse a file other than the one in the table, compared by its hash if it is known."""
     if place.sha256 and sha256_of(path) != place.sha256:
         raise WeightsError(f"{path} is not the file at {place.url}: its SHA-256 should be {place.sha256}; remove it and try again")

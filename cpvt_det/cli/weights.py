@@ -9,7 +9,7 @@ from tabulate import tabulate
 from cpvt_det.checkpoint import fetch
 from cpvt_det.checkpoint.starts import STARTER, Start, starts
 from cpvt_det.cli import common_options
-from cpvt_det.common.errors import UnknownNameError, WeightsError
+from cpvt_det.common.errors import UnknownNameError
 
 
 @click.command()
@@ -41,13 +41,6 @@ def weights(names: Sequence[str]) -> None:
 
 
 def _state(start: Start) -> str:
-    try:
-        path = fetch.find(start)
-    except WeightsError:
-        return "another file"
-    if path is not None:
+    if fetch.find(start) is not None:
         return "yes"
-    if not start.places:
-        return f"no; download it by hand from {start.page}"
-    megabytes = start.places[0].megabytes
-    return f"no ({megabytes} MB)" if megabytes else "no"
+    return "no" if start.places else f"no; download it by hand from {start.page}"

@@ -2,7 +2,7 @@
 """Fetching public weights.
 
 A file gets its name in the weights folder only after it was checked: against the hash in the table or, where none is published,
-by its size and by reading it whole. Whatever happens to a connection, a disk or a process, half a file is therefore never
+by reading it whole. Whatever happens to a connection, a disk or a process, half a file is therefore never
 loaded. huggingface_hub and torch.hub transfer the files; `test_hub.py` tests downloads from the hub. After a failure, the next
 attempt starts afresh.
 """
