@@ -183,14 +183,8 @@ OTHERS = {
     "Anchor DETR": r"(^|\.)adapt_pos2d\.",
     "LW-DETR or RF-DETR": r"(^|\.)enc_out_class_embed\.\d",
     "Grounding DINO": r"\.fusion_layers?\.",
-    "YOLOS": r"(^|\.)(detection_tokens|det_token)$",
-    "MaskFormer or Mask2Former": r"(^|\.)(pixel_level_module|sem_seg_head)\.",
-    "R-CNN": r"^roi_heads\.",
-    "RetinaNet, FCOS or SSD": r"^head\.(classification_head|cls_subnet)\.",
-    "MMDetection": r"^bbox_head\.",
-    "YOLO": r"^\d+\.(conv|cv\d)\.",
 }
-"""Unsupported architecture -> pattern of names that neither our models nor known sources have; the first match decides."""
+"""Unsupported relative of DETR -> pattern of names that neither our models nor known sources have; the first match decides."""
 
 
 def convert_state_dict(state_dict: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
