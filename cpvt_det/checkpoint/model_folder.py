@@ -70,9 +70,7 @@ def read_node(folder: Path) -> dict[str, Any]:
         categories = json.loads(classes.read_text(encoding="utf-8"))
         node = {"ids": [category["id"] for category in categories], "names": [category["name"] for category in categories]}
         found = {"classes": node, "config": config.read_text(encoding="utf-8")}
-    except FileNotFoundError as error:
-        raise WeightsError(f"the model folder {folder} has no {Path(error.filename).name}") from error
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise WeightsError(f"cannot read the model folder {folder}: {first_line(error)}") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise WeightsError(f'{classes} must be a JSON list of classes such as [{{"id": 1, "name": "circle"}}, ...]') from error

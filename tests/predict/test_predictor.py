@@ -308,7 +308,7 @@ def test_a_folder_that_cannot_be_written_keeps_the_model_of_before(detr, predict
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("config.yaml", None, r"has no config.yaml"),
+        ("config.yaml", None, r"cannot read the model folder .*: .*No such file .*config.yaml"),
         ("config.yaml", "MODEL: [", r"cannot read the config in "),
         ("config.yaml", "- 1", r"the config in .* is not a YAML mapping"),
         ("config.yaml", "MODEL: {DEPTH: 3}", r"unknown config key .*'MODEL.DEPTH'.*--config-file replaces it"),
