@@ -30,18 +30,18 @@ MOST = 2
     help="Host name under which browsers request the page, such as that of a proxy; may be given several times. Not needed for IP "
     "addresses.",
 )
-@click.option("--max-upload", default=20.0, show_default=True, metavar="MB", help="Largest image file.")
+@click.option("--max-upload", type=click.IntRange(1, 1000), default=20, show_default=True, metavar="MB", help="Largest image file.")
 @click.option("--device", help="cpu, cuda, cuda:1.  [default: a GPU if there is one]")
 @click.option("--config-file", default="", metavar="FILE", help="Config to use instead of the one in WEIGHTS, or if it has none.")
 @common_options
 def serve(
-    weights: tuple[str, ...], host: str, port: int, names: tuple[str, ...], max_upload: float, device: str | None, config_file: str
+    weights: tuple[str, ...], host: str, port: int, names: tuple[str, ...], max_upload: int, device: str | None, config_file: str
 ) -> None:
     """Look at detections in the browser, of two models side by side. WEIGHTS is a checkpoint, a model folder or a name (cpvt-det
     weights lists them).
 
     Drop photographs or a folder on the page. Threshold and classes are set on the page. A click on a box shows where the decoder
-    looked to find the object. The images stay on this machine, and nothing is written.
+    looked to find the object. Images are never cut into tiles (TEST.TILES). They stay on this machine, and nothing is written.
 
     \b
     Example:
@@ -51,14 +51,8 @@ def serve(
     """
     if len(weights) > MOST:
         raise BadInputError(f"at most {MOST} models are shown side by side, got {len(weights)}")
-    if not 0 < max_upload <= 1000:
-        raise BadInputError(f"--max-upload must be above 0 and at most 1000 MB, got {max_upload:g}")
-    with PageServer(host, port, int(max_upload * MEGABYTE), names) as server:  # before the models: its port may be in use
+    with PageServer(host, port, max_upload * MEGABYTE, names) as server:  # before the models: its port may be in use
         models = [ServedModel(Predictor.from_trained(load_trained(path, device, config_file)), path) for path in weights]
-        for model in models:
-            if model.predictor.tiling is not None:
-                text = f"{model.name}: the page uses whole images, whereas predict and eval cut them into tiles (TEST.TILES)"
-                click.echo(text, err=True)
         server.show(models)
         click.echo(f"{', '.join(model.name for model in models)}: {server.url} (stop with Ctrl+C)")
         if not server.is_local:

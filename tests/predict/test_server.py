@@ -319,18 +319,9 @@ def test_a_port_is_not_shared_on_windows(monkeypatch, system, shared):
         assert server.socket.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR) == shared
 
 
-def test_weights_that_look_in_tiles_are_told_that_the_page_does_not(tmp_path, monkeypatch):
-    weights = save_random(tmp_path / "tiled.pth", TEST__TILES__SIZE=64)
-    monkeypatch.setattr(PageServer, "serve_forever", lambda self: None)
-    result = CliRunner().invoke(main, ["serve", str(weights), "--device", "cpu", "--port", "0"])
-    assert result.exit_code == 0, result.output
-    assert "tiled.pth: the page uses whole images, whereas predict and eval cut them into tiles (TEST.TILES)" in result.output
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--max-upload", "0"], "--max-upload must be above 0 and at most 1000 MB, got 0"),
         (["a.pth", "b.pth"], "at most 2 models are shown side by side, got 3"),
         (["--port", "99999"], "cannot listen on 127.0.0.1:99999: "),
         (["--host", "no.such.host.invalid"], "cannot listen on no.such.host.invalid:8765: "),
