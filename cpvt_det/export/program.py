@@ -144,10 +144,8 @@ def trace(module: ExportModule, canvas: Canvas, dynamic: Collection[str] = DIMEN
             if module.half_precision:  # this traces everything again, including the separate graph under autocast
                 program = program.run_decompositions(FLOAT_NORMS)
     except Exception as error:  # what torch raises has no common base
-        asked = ", ".join(dynamic) or "none"
-        way_out = "; try --dynamic none with --size and --batch, which is easier to trace" if dynamic else ""
         raise RunStoppedError(
-            f"torch.export cannot trace the model with --dynamic {asked}: {first_line(error)}{way_out}"
+            f"torch.export cannot trace the model: {first_line(error)}; --dynamic none with --size is the easiest to trace"
         ) from error
     return program
 
