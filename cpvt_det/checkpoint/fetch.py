@@ -147,8 +147,6 @@ def hub_errors(action: str) -> Iterator[None]:
     """
     try:
         yield
-    except TypeError:  # an option that the library does not have
-        raise
     except Exception as error:
         raise WeightsError(f"cannot {action} Hugging Face's hub: {first_line(error)}") from error
 
