@@ -51,7 +51,9 @@ from cpvt_det.predict.films import FilmReader, is_film
     show_default=True,
     help="Whether to stop at unreadable images or skip them.",
 )
-@click.option("--every", default=1, show_default=True, metavar="N", help="For videos: use only every N-th frame.")
+@click.option(
+    "--every", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="For videos: use only every N-th frame."
+)
 @click.option("--track", is_flag=True, help="For videos: give objects ids that stay the same from frame to frame.")
 @tiles_options
 @common_options
@@ -88,9 +90,9 @@ def predict(
       cpvt-det predict output/model_best.pth --input photos --output found --tiles 640 --overlap 0.2
     """
     filmed = is_film(source)
-    _require_usable(threshold, overrides, every, filmed)
-    if track and not filmed:
-        raise BadInputError(f"--track is for videos, and {source} is not one")
+    _require_usable(threshold, overrides)
+    if (track or every > 1) and not filmed:
+        raise BadInputError(f"--track and --every are for videos, and {source} is not one")
     output = output.expanduser()
     paths, unreadable = ([], []) if filmed else find_files(source, output)
     if unreadable:
@@ -134,11 +136,9 @@ def predict(
         click.echo("No detection reaches the threshold, so the pictures have no boxes; --threshold sets a lower one", err=True)
 
 
-def _require_usable(threshold: float | None, overrides: Sequence[str], every: int, filmed: bool) -> None:
+def _require_usable(threshold: float | None, overrides: Sequence[str]) -> None:
     if threshold is not None and not 0 <= threshold <= 1:
         raise BadInputError(f"--threshold must be a score from 0 to 1, got {threshold}")
-    if every < 1 or (every > 1 and not filmed):
-        raise BadInputError(f"--every must be 1 or more, and more than 1 is only for videos, got {every}")
     for word in overrides[::2]:
         if os.path.isfile(word):
             raise BadInputError(f"{word} is a file, not a config key; put a glob in quotes: --input '*.jpg'")

@@ -59,7 +59,7 @@ def test_objects_keep_their_ids(tmp_path):
 def test_tracks_are_of_films_and_need_their_package(monkeypatch, tmp_path):
     words = ["predict", "none.pth", "--input", "photo.jpg", "--output", str(tmp_path / "out"), "--track"]
     result = CliRunner().invoke(main, words)
-    assert result.exit_code == 2 and "--track is for videos, and photo.jpg is not one" in result.output
+    assert result.exit_code == 2 and "--track and --every are for videos, and photo.jpg is not one" in result.output
     monkeypatch.setitem(sys.modules, "trackers", None)
     with pytest.raises(BadInputError, match=r"--track needs the package trackers: pip install 'cpvt-det\[track\]'"):
         Tracks(10.0, 0.5)
