@@ -3,9 +3,9 @@
 
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fvcore.common.config import CfgNode
 from huggingface_hub import HfApi, ModelCardData
@@ -15,11 +15,12 @@ from cpvt_det.builders import is_classifier
 from cpvt_det.checkpoint.fetch import hub_errors
 from cpvt_det.checkpoint.files import read_checkpoint
 from cpvt_det.checkpoint.model_folder import CONFIG
-from cpvt_det.common.class_names import Classes
 from cpvt_det.common.errors import DataError
 from cpvt_det.config import get_cfg
-from cpvt_det.evaluation.thresholds import Thresholds
 from cpvt_det.visualize.curves import read_metrics
+
+if TYPE_CHECKING:
+    from cpvt_det.predict.predictor import Predictor
 
 MOST_NAMES = 20
 USE = """\
@@ -29,7 +30,7 @@ USE = """\
 {python}
 ```
 
-A copy of these files is a model folder: `cpvt-det predict FOLDER --input photos --output found`.{threshold}
+A copy of these files is a model folder: `cpvt-det predict FOLDER --input photos --output found`.
 """
 DETECT = """\
 from cpvt_det import Predictor
@@ -63,12 +64,8 @@ def read_figures(checkpoint: Path | None) -> tuple[int | None, dict[str, float]]
 
 
 def push(
+    predictor: "Predictor",
     repo_id: str,
-    save: Callable[[Path], None],
-    config: str,
-    classes: Classes,
-    thresholds: Thresholds | None,
-    checkpoint: Path | None,
     license: str | None = None,
     private: bool | None = None,
     token: str | None = None,
@@ -78,23 +75,19 @@ def push(
     """Upload a model folder with a model card, for :meth:`cpvt_det.predict.predictor.Predictor.push_to_hub`.
 
     Args:
+        predictor: the model; local paths are removed from its config before it is uploaded.
         repo_id, license, private, token, branch, options: as in ``push_to_hub``.
-        save: function that writes the model folder.
-        config: config of the model as YAML; local paths are removed before it is uploaded.
-        classes: classes of the model.
-        thresholds: score thresholds of the model, if they are known.
-        checkpoint: file that the model was loaded from, for the metrics of its run.
     """
-    cfg, (iteration, figures) = CfgNode.load_cfg(config), read_figures(checkpoint)
+    cfg = CfgNode.load_cfg(predictor.config)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        save(folder)
+        predictor.save(folder)
         (folder / CONFIG).write_text(without_places(cfg).dump(), encoding="utf-8")
         kind = "image-classification" if is_classifier(cfg) else "object-detection"
         tags = [kind, "position-encoding"]
         metadata = ModelCardData(license=license, library_name="cpvt_det", pipeline_tag=kind, tags=tags)
-        card = write_card(repo_id, cfg, classes, thresholds, iteration, figures)
-        (folder / "README.md").write_text(f"---\n{metadata.to_yaml()}\n---\n\n{card}", encoding="utf-8")
+        card = f"---\n{metadata.to_yaml()}\n---\n\n{write_card(predictor, repo_id, cfg)}"
+        (folder / "README.md").write_text(card, encoding="utf-8")
         with hub_errors(f"upload to {repo_id} on"):
             api = HfApi(token=token)
             repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
@@ -115,33 +108,23 @@ def without_places(cfg: CfgNode) -> CfgNode:
     return cfg
 
 
-def write_card(
-    repo_id: str,
-    cfg: CfgNode,
-    classes: Classes,
-    thresholds: Thresholds | None,
-    iteration: int | None,
-    figures: Mapping[str, float],
-) -> str:
+def write_card(predictor: "Predictor", repo_id: str, cfg: CfgNode) -> str:
     """The text of the card, without its metadata.
 
     Args:
+        predictor: the model. The card has the metrics of its run if it was loaded from a checkpoint in the run's folder.
         repo_id: name of the repository.
         cfg: config of the model.
-        classes: classes of the model.
-        thresholds: score thresholds, if they are known.
-        iteration, figures: result of :func:`read_figures`.
     """
     classifies, model = is_classifier(cfg), cfg.MODEL.META_ARCHITECTURE.removeprefix("CPVT")
     encoding = "" if classifies else f" and the position encoding `{cfg.MODEL.POSITION.NAME}`"
     parts = [
         f"# {repo_id.rpartition('/')[2]}\n",
         f"{model} with {cfg.MODEL.BACKBONE.NAME}{encoding}, trained with cpvt_det.\n",
-        f"{len(classes)} classes: {_listed(classes.names)}.\n",
+        f"{len(predictor.classes)} classes: {_listed(predictor.classes.names)}.\n",
+        USE.format(python=(CLASSIFY if classifies else DETECT).format(repo_id=repo_id)),
     ]
-    best = None if thresholds is None else thresholds.overall
-    python = (CLASSIFY if classifies else DETECT).format(repo_id=repo_id)
-    parts.append(USE.format(python=python, threshold="" if best is None else f" Scores from {best:.3g} have the best F1."))
+    iteration, figures = read_figures(predictor.origin)
     if figures:
         rows = sorted(figures.items(), key=lambda row: "/AP-" in row[0])  # figures of single classes come last
         table = tabulate([(name, f"{value:.1f}") for name, value in rows], ("figure", ""), tablefmt="pipe", disable_numparse=True)

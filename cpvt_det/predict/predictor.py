@@ -263,8 +263,7 @@ class Predictor:
         """
         from cpvt_det.predict import hub
 
-        loaded = self.config, self.classes, self.thresholds, self.origin
-        return hub.push(repo_id, self.save, *loaded, license, **options)
+        return hub.push(self, repo_id, license, **options)
 
     def _predict_batch(
         self, images: Sequence[ImageInput], pixels: list[Tensor], tiling: Tiling | None, batch_size: int
