@@ -155,27 +155,6 @@ class RunState:
             self.ema.load_state_dict(state["ema"])
 
 
-class TrainerState:
-    """The node ``trainer`` of a checkpoint of the built-in runner.
-
-    Args:
-        step: training step, whose state is that of optimiser and gradient scaler.
-    """
-
-    def __init__(self, step: Any):
-        self.step = step
-        self.iteration = -1
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state in the layout of detectron2's ``DefaultTrainer``."""
-        return {"iteration": self.iteration, "_trainer": {"iteration": self.iteration, **self.step.state_dict()}}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the iteration, the optimiser and the scaler."""
-        self.iteration = state["iteration"]
-        self.step.load_state_dict(state["_trainer"])
-
-
 class RunCheckpointer(Checkpointer):
     """fvcore's checkpointer for our files, which are written completely or not at all and read without running code.
 
@@ -183,11 +162,13 @@ class RunCheckpointer(Checkpointer):
         detector: model whose state dict becomes the node ``model``.
         folder: ``OUTPUT_DIR``.
         keep: number of numbered checkpoints to keep; older ones are removed.
-        checkpointables: further nodes by name; ``cpvt_det`` is a :class:`RunState`.
+        step: training step, whose state is that of optimiser and gradient scaler.
+        state: content of the node ``cpvt_det``.
     """
 
-    def __init__(self, detector: nn.Module, folder: str | Path, keep: int, **checkpointables: Any):
-        super().__init__(detector, str(folder), save_to_disk=distributed.rank() == 0, **checkpointables)
+    def __init__(self, detector: nn.Module, folder: str | Path, keep: int, step: Any, state: RunState):
+        super().__init__(detector, str(folder), save_to_disk=distributed.rank() == 0)
+        self.step, self.state = step, state
         self.keep = keep
         if self.save_to_disk:
             remove_unfinished(folder)
@@ -201,10 +182,8 @@ class RunCheckpointer(Checkpointer):
         """
         if not self.save_to_disk:
             return
-        content: dict[str, Any] = {"model": self.model.state_dict()}
-        content |= {key: checkpointable.state_dict() for key, checkpointable in self.checkpointables.items()}
-        for node in (content["trainer"], content["trainer"].get("_trainer", {})):
-            node.update({"iteration": iteration} if "iteration" in node else {})  # theirs is higher after an error in the next step
+        trainer = {"iteration": iteration, "_trainer": {"iteration": iteration, **self.step.state_dict()}}
+        content = {"model": self.model.state_dict(), "trainer": trainer, "cpvt_det": self.state.state_dict()}
         folder = Path(self.save_dir)
         broken = not_finite(content["model"]) or not_finite(content["cpvt_det"]["ema"] or {})
         if broken:
@@ -236,17 +215,16 @@ class RunCheckpointer(Checkpointer):
         Raises:
             WeightsError: no readable checkpoint, or a checkpoint of a different model or different classes.
         """
-        state: RunState = self.checkpointables["cpvt_det"]
         chosen = None
         if self.save_to_disk:  # the others take the same, even if their machines see the folder some seconds later
-            chosen = self._choose() if resume else choose_of_run(self.save_dir, state.run_id)
+            chosen = self._choose() if resume else choose_of_run(self.save_dir, self.state.run_id)
         name = distributed.broadcast_object(chosen and chosen[0].name)
         if name is not None and chosen is None:
             chosen = wait_for(Path(self.save_dir) / name)
         if chosen is not None:
             self._take(*chosen)
         if self.save_to_disk:
-            write_line(state.run_id, Path(self.save_dir) / RUN_ID)  # the folder belongs to this run from now on
+            write_line(self.state.run_id, Path(self.save_dir) / RUN_ID)  # the folder belongs to this run from now on
         return 0 if chosen is None else chosen[1]["iteration"] + 1
 
     def _choose(self) -> tuple[Path, dict[str, Any]] | None:
@@ -262,17 +240,15 @@ class RunCheckpointer(Checkpointer):
 
     def _take(self, path: Path, checkpoint: dict[str, Any]) -> None:
         """Load everything in a checkpoint."""
-        missing = [node for node in ("model", "iteration", *self.checkpointables) if node not in checkpoint]
+        missing = [node for node in ("model", "iteration", "trainer", "cpvt_det") if node not in checkpoint]
         if missing:
             raise WeightsError(
                 f"{path} cannot be resumed: it does not contain {', '.join(missing)}; start a new run from it with MODEL.WEIGHTS"
             )
         try:
-            self.checkpointables["cpvt_det"].load_state_dict(checkpoint["cpvt_det"])  # first: it logs changes of the config
+            self.state.load_state_dict(checkpoint["cpvt_det"])  # first: it logs changes of the config
             self.model.load_state_dict(checkpoint["model"])
-            for name, checkpointable in self.checkpointables.items():
-                if name != "cpvt_det":
-                    checkpointable.load_state_dict(checkpoint[name])
+            self.step.load_state_dict(checkpoint["trainer"]["_trainer"])
         except BadInputError:
             raise
         except (RuntimeError, KeyError, ValueError, TypeError, AttributeError) as error:
@@ -280,28 +256,26 @@ class RunCheckpointer(Checkpointer):
                 f"{path} cannot be resumed, because it does not match the model in the config: {error}; set the MODEL keys to the "
                 "values that it was trained with"
             ) from error
-        state: RunState = self.checkpointables["cpvt_det"]
-        if state.ema is not None and not checkpoint["cpvt_det"]["ema"]:  # SOLVER.EMA was enabled after it was written
-            state.ema.module.load_state_dict(checkpoint["model"])
-        self._take_best(state)
+        if self.state.ema is not None and not checkpoint["cpvt_det"]["ema"]:  # SOLVER.EMA was enabled after it was written
+            self.state.ema.module.load_state_dict(checkpoint["model"])
+        self._take_best()
         logger.info("Resumed from %s", path)
 
     def keep_best(self, figure: float, iteration: int) -> None:
         """Save ``model_best.pth`` if the deciding metric is higher than in all earlier evaluations."""
-        state: RunState = self.checkpointables["cpvt_det"]
-        if state.best.take(figure, iteration):
+        if self.state.best.take(figure, iteration):
             self.save(BEST, iteration)
 
-    def _take_best(self, state: RunState) -> None:
+    def _take_best(self) -> None:
         """Take the best evaluation from ``model_best.pth``, because the last checkpoint was written before the evaluation at its
         iteration."""
-        best = self._best_of(state) if self.save_to_disk else None
-        had_one = state.best.figure is not None
-        state.best.figure, state.best.iteration = distributed.broadcast_object(best)
-        if had_one and state.best.figure is None:  # the best evaluation is lost
-            state.best.waited, state.best.counted = 0, -1
+        best, found = self.state.best, self._saved_best() if self.save_to_disk else None
+        had_one = best.figure is not None
+        best.figure, best.iteration = distributed.broadcast_object(found)
+        if had_one and best.figure is None:  # the best evaluation is lost
+            best.waited, best.counted = 0, -1
 
-    def _best_of(self, state: RunState) -> tuple[float | None, int]:
+    def _saved_best(self) -> tuple[float | None, int]:
         """Metric and iteration of the best evaluation; ``None`` and -1 if there is no comparable evaluation."""
         path = Path(self.save_dir) / f"{BEST}.pth"
         if not path.is_file():
@@ -311,9 +285,9 @@ class RunCheckpointer(Checkpointer):
         except WeightsError as error:
             logger.warning("The best checkpoint cannot be read; the next evaluation writes a new one: %s", error)
             return None, -1
-        if run_id_of(best) != state.run_id:
+        if run_id_of(best) != self.state.run_id:
             return None, -1
-        saved, now = BestSoFar(**best["cpvt_det"]["best"]), state.best
+        saved, now = BestSoFar(**best["cpvt_det"]["best"]), self.state.best
         if not now.compares_with(saved):
             told = "The best checkpoint so far was selected by %s on %s, but this run selects by %s on %s, and will replace it"
             logger.warning(told, saved.name, saved.test, now.name, now.test)

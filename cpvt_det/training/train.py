@@ -12,7 +12,7 @@ from torch import nn
 
 from cpvt_det import builders
 from cpvt_det.builders.datasets import log_data
-from cpvt_det.checkpoint.checkpointer import BEST, BestSoFar, RunCheckpointer, RunState, TrainerState
+from cpvt_det.checkpoint.checkpointer import BEST, BestSoFar, RunCheckpointer, RunState
 from cpvt_det.checkpoint.exported import is_exported, load_for_evaluation
 from cpvt_det.checkpoint.initial import load_initial_weights
 from cpvt_det.checkpoint.resume import FINAL, last_checkpoint
@@ -144,8 +144,7 @@ def train(cfg: CfgNode, engine: Engine, resume: bool, callbacks: Sequence[Callba
     model = wrap_for_processes(task.build_training_model(detector))
     state.ema = builders.build_ema(cfg, detector)
     step = builders.build_step(cfg, model, builders.build_optimizer(cfg, detector), length, state.seed, state.ema)
-    trainer = TrainerState(step)
-    checkpointer = RunCheckpointer(detector, output, cfg.SOLVER.CHECKPOINT_KEEP, trainer=trainer, cpvt_det=state)
+    checkpointer = RunCheckpointer(detector, output, cfg.SOLVER.CHECKPOINT_KEEP, step, state)
 
     start = checkpointer.begin(resume)
     require_rest(cfg, start, length)
@@ -168,7 +167,6 @@ def train(cfg: CfgNode, engine: Engine, resume: bool, callbacks: Sequence[Callba
             batches = writer.timed(guard.batches(loader))
 
             def take_step(iteration: int) -> dict[str, float]:
-                trainer.iteration = iteration
                 scalars = writer.put(iteration, step(next(batches), iteration), step.lr)
                 if scalars:
                     calls.step(iteration, scalars)

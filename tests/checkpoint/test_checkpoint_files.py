@@ -32,7 +32,7 @@ WEIGHTS = {"a": torch.arange(600.0), "b": torch.ones(3, dtype=torch.int64)}
 
 
 class Empty:
-    """A node of a checkpoint without content."""
+    """A training step without a state."""
 
     def state_dict(self):
         return {}
@@ -43,7 +43,7 @@ class Empty:
 
 def checkpointer(folder, keep=3, model=None, run_id="a"):
     state = RunState(Classes((0,), ("cat",)), "VERSION: 2\n", 1, run_id, DATA)
-    return RunCheckpointer(model or torch.nn.Linear(2, 2), folder, keep, trainer=Empty(), cpvt_det=state)
+    return RunCheckpointer(model or torch.nn.Linear(2, 2), folder, keep, Empty(), state)
 
 
 def files(folder):
@@ -224,7 +224,7 @@ def test_an_earlier_run_s_checkpoint_of_a_higher_iteration_is_not_resumed(tmp_pa
     (tmp_path / "last_checkpoint").write_text("model_0000099.pth")
     again = checkpointer(tmp_path)
     assert again.begin(resume=True) == 4
-    assert again.checkpointables["cpvt_det"].run_id == (tmp_path / "run_id").read_text() == "new"
+    assert again.state.run_id == (tmp_path / "run_id").read_text() == "new"
 
 
 def test_a_started_run_goes_on_with_its_own_checkpoints_alone(tmp_path):
@@ -252,7 +252,7 @@ def test_a_checkpoint_copied_into_a_folder_is_resumed_as_the_run_that_it_is_of(t
     shutil.copy(tmp_path / "model_final.pth", other)
     again = checkpointer(other, run_id="b")
     assert again.begin(resume=True) == 6
-    assert again.checkpointables["cpvt_det"].run_id == (other / "run_id").read_text() == "a"
+    assert again.state.run_id == (other / "run_id").read_text() == "a"
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == []
 
 
@@ -281,13 +281,13 @@ def test_the_best_of_an_earlier_run_with_the_same_seed_is_replaced(tmp_path):
 def test_a_best_of_another_figure_or_test_set_is_replaced_and_that_is_told(now, tmp_path, caplog):
     """Figures of two names, or of two test sets, cannot be compared."""
     keeper = begin(tmp_path, "a")
-    keeper.checkpointables["cpvt_det"].best = BestSoFar("bbox/AP", "cards")
+    keeper.state.best = BestSoFar("bbox/AP", "cards")
     keeper.keep_best(50.0, 1)
     keeper.save("model_0000002", 2)
     again = checkpointer(tmp_path)
-    again.checkpointables["cpvt_det"].best = BestSoFar(*now)
+    again.state.best = BestSoFar(*now)
     again.begin(resume=True)
-    assert again.checkpointables["cpvt_det"].best == BestSoFar(*now)
+    assert again.state.best == BestSoFar(*now)
     told = f"The best checkpoint so far was selected by bbox/AP on cards, but this run selects by {now[0]} on {now[1]}"
     assert told in caplog.text
     again.keep_best(3.0, 4)
@@ -298,10 +298,10 @@ def test_a_best_of_another_figure_or_test_set_is_replaced_and_that_is_told(now, 
 def test_other_training_data_are_told_at_a_resume(tmp_path, caplog):
     begin(tmp_path, "a").save("model_0000001", 1)
     again = checkpointer(tmp_path)
-    again.checkpointables["cpvt_det"].data = {"images": 3, "sha256": "1"}
+    again.state.data = {"images": 3, "sha256": "1"}
     again.begin(resume=True)
     assert "The training data of the resumed run has changed: 2 images before, 3 now" in caplog.text
-    assert again.checkpointables["cpvt_det"].state_dict()["data"] == {"images": 3, "sha256": "1"}
+    assert again.state.state_dict()["data"] == {"images": 3, "sha256": "1"}
 
 
 def test_a_damaged_best_checkpoint_is_forgotten(tmp_path, caplog):
@@ -311,7 +311,7 @@ def test_a_damaged_best_checkpoint_is_forgotten(tmp_path, caplog):
     os.truncate(tmp_path / "model_best.pth", 5)
     again = checkpointer(tmp_path)
     again.begin(resume=True)
-    assert again.checkpointables["cpvt_det"].best.figure is None
+    assert again.state.best.figure is None
     assert "The best checkpoint cannot be read; the next evaluation writes a new one" in caplog.text
 
 

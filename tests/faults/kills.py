@@ -41,7 +41,7 @@ class Count(NamedTuple):
     damaged: int
 
 
-class _Iteration:
+class _Step:
     def state_dict(self) -> dict:
         return {}
 
@@ -54,7 +54,7 @@ def save_for_ever(folder: str) -> None:
     torch.set_num_threads(1)
     model = torch.nn.Linear(NUMBERS, 1, bias=False)
     state = RunState(Classes((0,), ("cat",)), "VERSION: 2\n", 0, "a", {"images": 1, "sha256": ""})
-    checkpointer = RunCheckpointer(model, folder, 2, trainer=_Iteration(), cpvt_det=state)
+    checkpointer = RunCheckpointer(model, folder, 2, _Step(), state)
     iteration = checkpointer.begin(resume=True)
     while True:
         model.weight.data.fill_(iteration)
