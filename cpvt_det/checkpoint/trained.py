@@ -12,10 +12,9 @@ from torch import nn
 from cpvt_det.builders.datasets import set_classes
 from cpvt_det.builders.detector import build_detector
 from cpvt_det.builders.parts import build_device
-from cpvt_det.checkpoint.convert import CONVERSIONS
 from cpvt_det.checkpoint.initial import require_shapes
 from cpvt_det.checkpoint.load import load_weights
-from cpvt_det.checkpoint.weights import CLASS_HEAD, Weights, read_weights
+from cpvt_det.checkpoint.weights import Weights, read_weights
 from cpvt_det.common.class_names import Classes
 from cpvt_det.common.errors import UnknownNameError, WeightsError
 from cpvt_det.config import flat_items, get_cfg, load_cfg, merge_checked, merge_overrides, nested, parse_config
@@ -67,14 +66,10 @@ def load_trained(
     """
     weights = read_weights(path)
     cfg = config_to_use(weights, device, config_file, overrides)
-    if not any(CLASS_HEAD.search(name) for name in weights.state_dict):
-        raise WeightsError(
-            f"{path} has no class head under a known name, so it is not a model of cpvt_det or of {', '.join(CONVERSIONS)}; its "
-            f"first tensor is {next(iter(weights.state_dict))}"
-        )
     if weights.classes is None:
         raise WeightsError(
-            f"{path} does not contain the names of its classes; make a model folder with a classes.json (docs/use.md)"
+            f"{path} has no class head, or does not contain the names of its classes; make a model folder with a classes.json "
+            "(docs/use.md)"
         )
     set_classes(cfg, weights.classes, str(path))
     target = build_device(cfg)

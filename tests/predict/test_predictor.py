@@ -393,7 +393,7 @@ def test_a_compiled_checkpoint_is_used_as_it_is(detr, predictor, tmp_path):
 
 def test_weights_without_a_class_head_are_no_detector(tmp_path):
     torch.save(torchvision.models.resnet18().state_dict(), tmp_path / "resnet.pth")
-    with pytest.raises(WeightsError, match=r"resnet\.pth has no class head under a known name.*its first tensor is conv1\.weight"):
+    with pytest.raises(WeightsError, match=r"resnet\.pth has no class head"):
         Predictor.from_checkpoint(tmp_path / "resnet.pth", config_file="coco/detr_r50_sine_50ep.yaml")
 
 
