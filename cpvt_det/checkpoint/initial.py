@@ -68,10 +68,7 @@ def load_initial_weights(
         raise WeightsError("evaluation needs weights: set MODEL.WEIGHTS to a checkpoint, or use --resume for the run in OUTPUT_DIR")
     if backbone.WEIGHTS:
         load_backbone_weights(detector.backbone, backbone.WEIGHTS, backbone.NAME)
-        mean, std = (", ".join(f"{value:g}" for value in part.flatten()) for part in (detector.pixel_mean, detector.pixel_std))
-        logger.info(
-            "Backbone weights: %s; pixels are normalised with mean %s and standard deviation %s", backbone.WEIGHTS, mean, std
-        )
+        logger.info("Backbone weights: %s", backbone.WEIGHTS)
     elif _starts_frozen(cfg):
         logger.warning(
             "The backbone starts from random weights, and with MODEL.BACKBONE.NORM FrozenBN or FREEZE_AT > 0 part of it is never "
