@@ -9,7 +9,7 @@ from cpvt_det.checkpoint.convert import CONVERSIONS
 from cpvt_det.checkpoint.files import write_checkpoint
 from cpvt_det.checkpoint.weights import read_weights
 from cpvt_det.cli import common_options
-from cpvt_det.common.errors import RunStoppedError, WeightsError, first_line
+from cpvt_det.common.errors import WeightsError
 
 
 @click.command()
@@ -35,10 +35,7 @@ def convert_weights(source: Path, output: Path) -> None:
             f"{source}: its tensor names match none of {', '.join(CONVERSIONS)}, and it is not a cpvt_det checkpoint"
         )
     bare = output.suffix == ".safetensors"
-    try:
-        write_checkpoint(weights.state_dict if bare else weights.as_checkpoint(), output)
-    except RunStoppedError as error:  # counts as bad input here, because the user can choose another OUTPUT
-        raise WeightsError(first_line(error)) from error
+    write_checkpoint(weights.state_dict if bare else weights.as_checkpoint(), output)
     numbers = sum(tensor.numel() for tensor in weights.state_dict.values())
     classes = "classes unknown" if weights.classes is None else f"{len(weights.classes)} class rows"
     names = weights.source or "cpvt_det"
