@@ -74,9 +74,8 @@ class FilmReader:
         self._container = _open(self.source)
         streams = self._container.streams.video
         if not streams:
-            kinds = " and ".join(sorted({stream.type for stream in self._container.streams})) or "nothing that can be decoded"
             self.close()
-            raise DataError(f"{self.source} contains no video, only {kinds}")
+            raise DataError(f"{self.source} contains no video")
         self._stream = streams[0]
         self._stream.thread_type = "AUTO"
         rate = float(self._stream.average_rate or self._stream.guessed_rate or 25)

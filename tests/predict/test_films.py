@@ -258,7 +258,7 @@ def test_a_truncated_film_is_read_up_to_its_end_or_refused(tmp_path):
         ("none.mp4", "there is no video {path}"),
         ("text.mp4", "cannot open {path} as a video: "),
         ("empty.mp4", "cannot open {path} as a video: "),
-        ("sound.mkv", "{path} contains no video, only audio"),
+        ("sound.mkv", "{path} contains no video"),
     ],
 )
 def test_what_is_no_film_is_refused_in_one_line(run, tmp_path, name, said):
