@@ -5,7 +5,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fvcore.common.config import CfgNode
 from huggingface_hub import HfApi, ModelCardData
@@ -18,9 +18,6 @@ from cpvt_det.checkpoint.model_folder import CONFIG
 from cpvt_det.common.errors import DataError
 from cpvt_det.config import get_cfg
 from cpvt_det.visualize.curves import read_metrics
-
-if TYPE_CHECKING:
-    from cpvt_det.predict.predictor import Predictor
 
 MOST_NAMES = 20
 USE = """\
@@ -64,7 +61,7 @@ def read_figures(checkpoint: Path | None) -> tuple[int | None, dict[str, float]]
 
 
 def push(
-    predictor: "Predictor",
+    predictor: Any,
     repo_id: str,
     license: str | None = None,
     private: bool | None = None,
@@ -75,7 +72,7 @@ def push(
     """Upload a model folder with a model card, for :meth:`cpvt_det.predict.predictor.Predictor.push_to_hub`.
 
     Args:
-        predictor: the model; local paths are removed from its config before it is uploaded.
+        predictor: a :class:`cpvt_det.predict.predictor.Predictor`; local paths are removed from its config before it is uploaded.
         repo_id, license, private, token, branch, options: as in ``push_to_hub``.
     """
     cfg = CfgNode.load_cfg(predictor.config)
@@ -108,11 +105,12 @@ def without_places(cfg: CfgNode) -> CfgNode:
     return cfg
 
 
-def write_card(predictor: "Predictor", repo_id: str, cfg: CfgNode) -> str:
+def write_card(predictor: Any, repo_id: str, cfg: CfgNode) -> str:
     """The text of the card, without its metadata.
 
     Args:
-        predictor: the model. The card has the metrics of its run if it was loaded from a checkpoint in the run's folder.
+        predictor: predictor of the model. The card has the metrics of its run if it was loaded from a checkpoint in the run's
+            folder.
         repo_id: name of the repository.
         cfg: config of the model.
     """
