@@ -67,9 +67,9 @@ def weights_folder() -> Path:
     return Path(os.environ.get(HOME) or "~/.cache/cpvt_det/weights").expanduser()
 
 
-def path_of(start: Start, place: Place | None = None) -> Path:
+def path_of(start: Start, place: Place) -> Path:
     """The path that is searched first for a file, whether it was fetched or put there by a user."""
-    return weights_folder() / start.name / ("model.pth" if place is None else place.file)
+    return weights_folder() / start.name / place.file
 
 
 def find(start: Start) -> Path | None:
@@ -78,13 +78,12 @@ def find(start: Start) -> Path | None:
     Raises:
         WeightsError: a file that differs from the one in the table.
     """
-    for place in start.places or (None,):
+    for place in start.places:
         path = path_of(start, place)
-        if not path.is_file() and place is not None and place.hub is not None:
+        if not path.is_file() and place.hub is not None:
             path = _in_cache_of_hub(*place.hub) or path
         if path.is_file():
-            if place is not None:
-                _require_same(path, place)
+            _require_same(path, place)
             return path
     return None
 
@@ -98,10 +97,6 @@ def fetch(start: Start) -> Path:
     """
     if (found := find(start)) is not None:
         return found
-    if not start.places:
-        raise WeightsError(
-            f"{start.name} cannot be downloaded automatically: get it from {start.page} and put it at {path_of(start)}"
-        )
     reasons = []
     for place in start.places:
         try:

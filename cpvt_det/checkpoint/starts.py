@@ -67,8 +67,7 @@ class Start:
         publisher: who trained the weights, and who hosts a copy.
         licence: licence of the weights, as the publisher states it.
         source: source of the tensor names, a key of ``CONVERSIONS``.
-        places: addresses of the file and of its copies; empty if it must be downloaded by hand from ``page``.
-        page: page from which to download the file by hand, if it has no address.
+        places: addresses of the file and of its copies.
     """
 
     name: str
@@ -81,7 +80,6 @@ class Start:
     licence: str = ""
     source: str = ""
     places: tuple[Place, ...] = ()
-    page: str = ""
 
 
 @cache

@@ -7,7 +7,7 @@ import click
 from tabulate import tabulate
 
 from cpvt_det.checkpoint import fetch
-from cpvt_det.checkpoint.starts import STARTER, Start, starts
+from cpvt_det.checkpoint.starts import STARTER, starts
 from cpvt_det.cli import common_options
 from cpvt_det.common.errors import UnknownNameError
 
@@ -32,15 +32,9 @@ def weights(names: Sequence[str]) -> None:
         click.echo(fetch.locate(name))
     if not names:
         rows = [
-            (start.name, f"{start.ap:.1f}", start.epochs, start.rows, start.licence, start.publisher, _state(start))
-            for start in starts().values()
+            (start.name, f"{start.ap:.1f}", start.epochs, start.rows, start.licence, start.publisher, "yes" if path else "no")
+            for start, path in ((start, fetch.find(start)) for start in starts().values())
         ]
         headers = ("name", "AP", "epochs", "rows", "licence", "publisher", "on this machine")
         click.echo(tabulate(rows, headers, tablefmt="plain", disable_numparse=True))
         click.echo(f"{STARTER} comes with the package; others are in {fetch.weights_folder()} ({fetch.HOME}) or the hub's cache")
-
-
-def _state(start: Start) -> str:
-    if fetch.find(start) is not None:
-        return "yes"
-    return "no" if start.places else f"no; download it by hand from {start.page}"

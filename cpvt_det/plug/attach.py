@@ -190,6 +190,9 @@ def _chosen(layers: Mapping[str, nn.Module], after: int | str | Sequence[int | s
             raise PlugError(f"{family.name} has no layer {one!r}; known: 0 to {len(known) - 1}, or {', '.join(known)}")
     if not names or len(set(names)) != len(names):
         raise PlugError(f"after must name at least one layer, and each only once; got {after!r}")
+    taken = [name for name in names if hasattr(layers[name], "peg")]
+    if taken:
+        raise PlugError(f"{family.name}: the layer {taken[0]} already has an attribute 'peg', which is not from add_peg")
     return {name: layers[name] for name in names}
 
 

@@ -127,6 +127,13 @@ def test_a_grid_is_refused_where_the_model_knows_its_own():
         add_peg(example_of("torchvision VisionTransformer").model(), grid=GRID)
 
 
+def test_an_attribute_of_the_same_name_is_left_alone():
+    model = make_encoder()
+    model.layers[0].peg = nn.Identity()
+    with pytest.raises(PlugError, match="layers.0 already has an attribute 'peg', which is not from add_peg"):
+        add_peg(model, grid=GRID)
+
+
 # Grid and mask
 
 
