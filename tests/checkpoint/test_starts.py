@@ -112,7 +112,7 @@ def test_a_row_of_the_table_is_whole(name):
     start = starts()[name]
     assert re.fullmatch(r"[a-z0-9_]+", name) and start.name == name
     assert start.source in CONVERSIONS and start.rows in (80, 91, 92) and 30 < start.ap < 60 and start.epochs > 0
-    assert start.licence and start.publisher and bool(start.places) != bool(start.page)
+    assert start.licence and start.publisher and start.places
     for place in start.places:
         assert re.fullmatch(r"([0-9a-f]{64})?", place.sha256) and isinstance(place.megabytes, int)
         assert place.url.startswith("https://") and place.file.endswith((".pth", ".pt", ".safetensors"))
