@@ -17,7 +17,9 @@ _NAMES = {
         "DETECTOR_REGISTRY build_decoder build_detector build_postprocessor detector_arguments is_classifier register_detector "
         "shared_arguments transformer_arguments"
     ),
-    "parts": "backbone_position build_backbone build_classification build_criterion build_device build_encoder_position",
+    "parts": (
+        "backbone_position build_backbone build_classification build_criterion build_device build_encoder_position require_patches"
+    ),
     "training": "build_ema build_optimizer build_schedule build_step",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}

@@ -50,8 +50,7 @@ def build_backbone(cfg: CfgNode) -> nn.Module:
             "MODEL.BACKBONE.POSITION.NAME: sine_scrambled is only for hybrid encoders; use sine_grid, which is correct"
         )
     if "position" in taken:
-        patch = node.get("PATCH_SIZE") or 16
-        require_larger_images(cfg, patch, f"a patch ({patch} pixels)", "MODEL.BACKBONE.PATCH_SIZE")
+        require_patches(cfg)
         options["position"] = functools.partial(build_position, backbone_position(cfg), **options_of(node.POSITION))
     return BACKBONE_REGISTRY.build(name, {"checkpointing": cfg.MODEL.CHECKPOINTING}, options)
 
@@ -61,9 +60,21 @@ def backbone_position(cfg: CfgNode) -> str:
     return cfg.MODEL.BACKBONE.POSITION.NAME or OWN_POSITIONS.get(cfg.MODEL.BACKBONE.NAME, "")
 
 
+def require_patches(cfg: CfgNode) -> None:
+    """Refuse image sizes below a transformer's patch size, except 0, which means no resize. Other backbones take any size.
+
+    Raises:
+        ConfigError: such a size.
+    """
+    name = cfg.MODEL.BACKBONE.NAME
+    if name not in BACKBONE_REGISTRY or "position" not in BACKBONE_REGISTRY.parameters(name):
+        return
+    patch = cfg.MODEL.BACKBONE.get("PATCH_SIZE") or 16
+    require_larger_images(cfg, patch, f"a patch ({patch} pixels)", "MODEL.BACKBONE.PATCH_SIZE")
+
+
 def require_larger_images(cfg: CfgNode, least: int, what: str, key_of_it: str) -> None:
-    """Refuse image sizes below ``least`` pixels, except 0, which means no resize. ``least`` is the side length of ``what``, and the
-    config key ``key_of_it`` sets it.
+    """Refuse image sizes below ``least`` pixels. That is the side length of ``what``, and the config key ``key_of_it`` sets it.
 
     Raises:
         ConfigError: such a size.
