@@ -258,7 +258,7 @@ def _metadata(trained: Trained) -> dict[str, Any]:
 
 def _report(canvas: program.Canvas, difference: float, tolerance: float) -> None:
     click.echo(f"{canvas}: boxes and scores differ from the model's by up to {difference:.1e}")
-    if difference > tolerance:
+    if not difference <= tolerance:  # written so that NaN fails too
         raise RunStoppedError(
             f"the exported program differs from the model by up to {difference:.1e}, but only {tolerance:.0e} is allowed; no file "
             "was written"

@@ -152,11 +152,6 @@ def test_faults_of_a_split_that_is_drawn_are_headed_with_the_folder(here):
     assert ".json" not in result.output
 
 
-def test_few_images_of_a_folders_own_split_are_noted(here):
-    layouts.write_roboflow_voc(here.parent / "mine")
-    assert "with so few validation images (2), the" in call("check-data", "../mine").output
-
-
 def test_check_data_tells_which_images_were_almost_seen_in_training(here):
     layouts.write_roboflow_voc(here.parent / "mine")
     assert "nearly the same" not in call("check-data", "../mine").output

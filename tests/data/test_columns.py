@@ -9,9 +9,9 @@ import tracemalloc
 
 import numpy as np
 import pytest
-import torch
 from tiny import coco_dict
 
+from cpvt_det.config import get_cfg
 from cpvt_det.data import annotations, coco, json_stream
 from cpvt_det.data.catalog import DatasetFiles
 from cpvt_det.data.coco import read_coco
@@ -19,7 +19,6 @@ from cpvt_det.data.records import Records, join
 from cpvt_det.data.validation.check import SEVERAL, CheckedData, check_image_classes, count_images
 from cpvt_det.data.validation.issues import Issues
 from cpvt_det.training.tasks.classification import ClassificationTask
-from cpvt_det.training.tasks.detection import constant_detections
 
 ODD = [None, True, -1, 0, 0.5, 1, 2, 7, 1e-3, 1e16, 10**400, 2**63, float("nan"), float("inf"), "1", "x", [], [1, 2], {}]
 
@@ -216,26 +215,6 @@ def test_the_hash_of_a_run_s_records_is_of_their_bytes_without_making_them(tmp_p
     assert [coco.describe_records(records) for records in every] == expected
 
 
-def constant_by_hand(plain):
-    """Labels, scores and mean corners of the classes, those in most images first."""
-    rows = []
-    for label in range(3):
-        boxes = [box / ([one.width, one.height] * 2) for one in plain for box in one.boxes_xyxy[one.labels == label]]
-        rows.append((-sum(label in one.labels for one in plain) / len(plain), label, np.mean(boxes, axis=0).tolist()))
-    return [label for _, label, _ in sorted(rows)], [-score for score, *_ in sorted(rows)], [box for *_, box in sorted(rows)]
-
-
-def test_the_constant_box_is_that_of_the_records_without_making_them(tmp_path, no_records):
-    records, some, joined = records_of(tmp_path)
-    expected = [constant_by_hand(list(records)), constant_by_hand(list(some))]
-    no_records()
-    of_some = constant_detections(some)
-    for found, (labels, scores, boxes) in zip((constant_detections(records), of_some), expected, strict=True):
-        assert found.labels.tolist() == labels and found.scores.tolist() == pytest.approx(scores)
-        torch.testing.assert_close(found.boxes_xyxy, torch.tensor(boxes), rtol=1e-6, atol=0)
-    assert constant_detections(joined).scores.max() < of_some.scores.max()  # the images without boxes count twice
-
-
 def test_images_of_a_class_are_counted_without_making_records(tmp_path, no_records):
     dataset = read_coco(write(tmp_path / "a.json", messy(1)))
     plain = list(dataset.records)
@@ -249,4 +228,4 @@ def test_images_of_a_class_are_counted_without_making_records(tmp_path, no_recor
     no_records()
     assert count_images(dataset.records, 3).tolist() == expected.tolist()
     train = [check_image_classes(CheckedData([dataset], [], [])).train[0], dataset]
-    assert len(ClassificationTask(None).training_records(train)) == 2 * sum(one)
+    assert len(ClassificationTask(get_cfg()).training_records(train)) == 2 * sum(one)

@@ -310,12 +310,6 @@ CASES = [
         guard=Cut("checkpoint/fetch.py", "    if place.sha256 and sha256_of(path) != place.sha256:", "    if False:"),
     ),
     Case(
-        "weights without an address",
-        lambda folder: fetched(page="https://weights.invalid")(folder),
-        "tiny cannot be downloaded automatically: get it from https://weights.invalid and put it at .../tiny/model.pth",
-        guard=Cut("checkpoint/fetch.py", "    if not start.places:\n", "    if False:\n"),
-    ),
-    Case(
         "a name that is like one of public weights",
         lambda folder: call("predict", "dinor50", "--input", __file__, "--output", folder / "out"),
         "dinor50 is neither a weights file nor a name that cpvt-det weights lists (did you mean dino_r50?)",

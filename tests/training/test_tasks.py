@@ -62,7 +62,7 @@ def test_a_task_of_ones_own_chooses_the_best_checkpoint_and_what_is_drawn(drawn_
         del TASK_REGISTRY._obj_map["count"]
     assert results["count"]["a_score"] == 7.0 and json.loads((tmp_path / "results.json").read_text()) == results
     best = torch.load(tmp_path / "model_best.pth", weights_only=True)
-    assert best["iteration"] == 1 and best["cpvt_det"]["best"] == 9.0
+    assert best["iteration"] == 1 and best["cpvt_det"]["best"]["figure"] == 9.0
     records = read_metrics(tmp_path / "metrics.json")
     assert main_figures(records) == [["count/a_score", "count/b_other"]]
     assert [record["count/a_score"] for record in records.values() if "count/a_score" in record] == [9.0, 8.0, 7.0]
