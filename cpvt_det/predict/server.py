@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page and its two requests, ``/detect`` and ``/look``, over HTTP. Nothing is written, and no file is ever opened.
 
-Every request contains the bytes of its image. Pages of other sites cannot use it: requests from
-another origin are refused, and so are requests to a host name that was not allowed. The host name is checked because a site can
-make its own name resolve to this machine (DNS rebinding). This cannot happen with IP addresses and ``localhost``.
+Every request contains the bytes of its image. Pages of other sites cannot use the server: requests from another origin are
+refused, and so are requests to a host name that was not allowed. The host name is checked because a site can make its own name
+resolve to this machine (DNS rebinding). This cannot happen with IP addresses and ``localhost``.
 """
 
 import contextlib
@@ -27,6 +27,8 @@ from cpvt_det.visualize.pictures import hex_color
 
 logger = logging.getLogger("cpvt_det")
 MEGABYTE = 1_000_000
+MOST_DIGITS = 18
+"""Largest number of digits that is read as a number, because Python raises an error of its own for thousands of digits."""
 MOST_LEVELS = 8
 """Number of feature levels with their own colour, the same as in ``cpvt-det show attention``."""
 
@@ -165,10 +167,9 @@ class Handler(BaseHTTPRequestHandler):
             raise RefusedError(403, "requests from other sites are refused")
 
     def _read_body(self) -> bytes:
-        text = self.headers.get("Content-Length", "")
-        if not text.isdecimal():
+        length = _whole(self.headers.get("Content-Length", ""))
+        if length is None:
             raise RefusedError(411, "the length of the image is missing")
-        length = int(text)
         if length > self.server.max_upload:
             size, most = length / MEGABYTE, self.server.max_upload / MEGABYTE
             raise RefusedError(413, f"{size:.1f} MB are too much: at most {most:g} MB are accepted (--max-upload)")
@@ -192,9 +193,15 @@ class Handler(BaseHTTPRequestHandler):
 
 def _number(asked: dict[str, list[str]], name: str, end: float = math.inf) -> int:
     text = asked.get(name, ["0"])[0]
-    if not text.isdecimal() or int(text) >= end:
-        raise RefusedError(400, f"{name} {text!r} is not a valid number")
-    return int(text)
+    number = _whole(text)
+    if number is None or number >= end:
+        raise RefusedError(400, f"{name} {text[:MOST_DIGITS]!r} is not a valid number")
+    return number
+
+
+def _whole(text: str) -> int | None:
+    """The number in a text of digits; ``None`` for any other text and for a very long one."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= MOST_DIGITS else None
 
 
 def _host_of(address: str) -> str:

@@ -190,6 +190,8 @@ WRONG = [
     ("/detect?model=0", b"", {"Content-Length": "-5"}, 411, "the length of the image is missing"),
     ("/detect?model=2", FILES["a.jpg"], {}, 400, "model '2' is not a valid number"),
     ("/look?model=0&query=x", FILES["a.jpg"], {}, 400, "query 'x' is not a valid number"),
+    (f"/look?model=0&query={5000 * '1'}", FILES["a.jpg"], {}, 400, "query '111111111111111111' is not a valid number"),
+    ("/detect?model=0", b"", {"Content-Length": 5000 * "1"}, 411, "the length of the image is missing"),
     ("/look?model=0&query=6", FILES["a.jpg"], {}, 422, "query 6 does not exist; this model has queries 0 to 5"),
     ("/detect/../../etc/passwd", b"", {}, 404, "the only requests are /detect and /look"),
     (

@@ -14,10 +14,10 @@ from cpvt_det.cli import main
 
 PACKAGE = ROOT / "cpvt_det"
 CEILINGS = {
-    "code lines": 20_242,
+    "code lines": 20_245,
     "code lines of data/": 3_653,
     "files": 226,
-    "functions": 1_862,
+    "functions": 1_863,
     "rooms": 22,
     "arrows between rooms": 100,
     "keys of the config": 124,
