@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The answers of the reports of studies, computed again from plan and records, by least squares and without the engine."""
+
+import itertools
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from scipy import stats
+
+STUDIES = Path(__file__).resolve().parents[2] / "studies"
+ANSWERED = [
+    path.parent
+    for path in sorted(STUDIES.glob("*/report.md"))
+    if "\nquestions:" in (path.parent / "plan.yaml").read_text(encoding="utf-8")
+]
+
+
+def value_of(record, weights):
+    """AP, or the named sums of AP on the data sets of sweeps; ``None`` if one is missing."""
+    on = {name: ap for sweep in record["measured"]["sweeps"].values() for name, ap in sweep.items()} | {"": record["AP"]}
+    numbers = [(weight, on.get(name)) for name, weight in (weights or {"": 1.0}).items()]
+    return None if any(ap is None for _, ap in numbers) else sum(weight * ap for weight, ap in numbers)
+
+
+def fitted(study, question, questions):
+    """Difference and half of its interval, from a fit of ``value = variant + seed + rest`` to all runs of the group."""
+    folders = sorted((study / "results" / question["group"]).iterdir())
+    runs = {(one.name, path.stem): json.loads(path.read_text()) for one in folders for path in one.glob("*.json")}
+    values = {key: value_of(record, question.get("value")) for key, record in runs.items()}
+    variants = [one.name for one in folders]
+    seeds = sorted({seed for _, seed in values})
+    seeds = [seed for seed in seeds if all(values.get((name, seed)) is not None for name in variants)]
+    cells = list(itertools.product(variants, seeds))
+    design = np.array(
+        [[*(name == one for one in variants), *(seed == one for one in seeds[1:])] for name, seed in cells], dtype=float
+    )
+    observed = np.array([values[cell] for cell in cells])
+    part, residue, rank, _ = np.linalg.lstsq(design, observed, rcond=None)
+    freedom = len(cells) - rank
+    contrast = np.zeros(design.shape[1])
+    contrast[variants.index(question["variant"])], contrast[variants.index(question["baseline"])] = 1.0, -1.0
+    error = np.sqrt(residue[0] / freedom * contrast @ np.linalg.inv(design.T @ design) @ contrast)
+    return contrast @ part, error * stats.t.ppf(1 - 0.025 / questions, freedom)
+
+
+@pytest.mark.parametrize("study", ANSWERED, ids=lambda path: path.name)
+def test_the_answers_of_a_report_are_those_of_its_records(study):
+    questions = yaml.safe_load((study / "plan.yaml").read_text(encoding="utf-8"))["questions"]
+    rows = re.findall(r"^\|.*\| \S+ less \S+ .*\|$", (study / "report.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(rows) == len(questions) > 0
+    for row, question in zip(rows, questions, strict=True):
+        text, group, pair, difference, answer, _ = (cell.strip() for cell in row.strip("|").split("|"))
+        mean, half = fitted(study, question, len(questions))
+        assert (text, group) == (question["text"], question["group"])
+        assert pair == f"{question['variant']} less {question['baseline']}"
+        assert difference == f"{mean:+.1f} ± {half:.1f}"
+        seen = "better" if mean > 0 else "worse"
+        assert answer == (seen if abs(mean) > half else f"no further apart than {abs(mean) + half:.1f}")
+
+
+def test_the_guide_s_answers_on_the_scrambled_sines_are_those_of_its_report():
+    text = " ".join((STUDIES.parent / "docs/train.md").read_text(encoding="utf-8").split())
+    questions = yaml.safe_load((STUDIES / "scramble/plan.yaml").read_text(encoding="utf-8"))["questions"]
+    found = [fitted(STUDIES / "scramble", question, len(questions)) for question in questions]
+    kept, on_squares, scramble, sines, peg, _ = (f"{mean:+.1f} ± {half:.1f}" for mean, half in found)
+    assert f"PEG is {peg[1:]} AP better than sine; sine is not better than no encoding ({sines})" in text
+    assert f"difference from correct sines is {scramble} AP, and {kept} in what is kept" in text
+    assert f"it is {on_squares} there" in text
