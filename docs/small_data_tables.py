@@ -168,7 +168,9 @@ def peers() -> list[Row]:
 def _detector(record: Record) -> str:
     if "chosen" not in record:
         return ", ".join(["FCOS", *filter(None, [record.get("label")])])
-    return f"ours, from {'the starter' if record['chosen']['MODEL'].get('WEIGHTS') else 'ImageNet'}"
+    model = record["chosen"]["MODEL"]
+    ours = "D-FINE" if model["META_ARCHITECTURE"] == "CPVTRealTimeDetr" else "ours"
+    return f"{ours}, from {'the starter' if model.get('WEIGHTS') else 'ImageNet'}"
 
 
 def trials() -> list[Row]:
