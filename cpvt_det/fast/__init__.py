@@ -10,13 +10,14 @@ from torch import nn
 
 from cpvt_det.fast.convolution import FastConv2d, FastConvNorm, FastRepVGGBlock
 from cpvt_det.fast.dropout import FastDropout
-from cpvt_det.fast.encoders import FastDeformableEncoder, FastEncoder
 from cpvt_det.fast.layers import (
     FastAttention,
     FastDecoderLayer,
     FastDeformableAttention,
     FastDeformableDecoderLayer,
+    FastDeformableEncoder,
     FastDeformableEncoderLayer,
+    FastEncoder,
     FastEncoderLayer,
     FastLinear,
 )

@@ -1,32 +1,88 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers, attention and transformer layers that use the kernels of this package. For a packed batch, they compute only the
-valid tokens.
+"""Linear layers, attention, transformer layers and encoders that use the kernels of this package and leave padded tokens out.
 
 torch passes float32 matrix products to MKL, and convolutions to oneDNN. On AMD processors, MKL uses only AVX2, whereas oneDNN
 also uses AVX-512 and is about twice as fast. So on such processors, the product of a linear layer is written as a 1x1 convolution.
 If AVX-512 runs in halves, products with gradients do not gain reliably.
+
+An encoder's layers process every token separately, except in attention, and attention ignores padded tokens. So the valid tokens
+do not depend on the padded tokens, which therefore need not be computed. The valid tokens of a padded batch are packed into one row
+for all images.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torchvision.ops import StochasticDepth
 
-from cpvt_det.common.structures import Levels, has_padding
+from cpvt_det.common.structures import Levels, Size, has_padding
 from cpvt_det.fast.dropout import FastDropout, dropout
-from cpvt_det.fast.packing import Packing
 from cpvt_det.layers.attention import Attention, DeformableAttention, Place
-from cpvt_det.models.deformable_detr import DeformableDecoderLayer, DeformableEncoderLayer
+from cpvt_det.models.deformable_detr import DeformableDecoderLayer, DeformableEncoder, DeformableEncoderLayer
 from cpvt_det.models.detr import DecoderLayer
-from cpvt_det.models.encoder import EncoderLayer, FeedForward
+from cpvt_det.models.encoder import Encoder, EncoderLayer, FeedForward
 from cpvt_det.ops import routes
 from cpvt_det.ops.deformable_attention import ms_deform_attn
+from cpvt_det.position.encoding import PositionEncoding
 
 SMALL = 1 << 15  # numbers in the input; torch gives convolutions of smaller inputs to a slow kernel of its own
 SMALL_PRODUCT = 1 << 23  # number of multiplications below which a convolution's overhead outweighs the gain
 SMALL_IN_HALVES = 1 << 25  # the same where AVX-512 runs in halves
+LEAST_SAVING = 0.1
+"""Share of padded tokens below which packing is not worth its loop over images."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The positions of a batch's valid tokens.
+
+    Attributes:
+        places: (T,) int64, ascending indices of the valid tokens among the B * N tokens of the batch.
+        counts: number of valid tokens of each of the B images; they sum to T.
+        shape: (B, N).
+    """
+
+    places: Tensor
+    counts: list[int]
+    shape: tuple[int, int]
+
+    @classmethod
+    def of(cls, padding_mask: Tensor) -> "Packing":
+        """The packing for a mask (B, N) bool, True = padded."""
+        valid = ~padding_mask
+        return cls(valid.flatten().nonzero()[:, 0], valid.sum(1).tolist(), tuple(padding_mask.shape))
+
+    def pack(self, whole: Tensor) -> Tensor:
+        """(B or 1, N, ...) -> (1, T, ...)."""
+        whole = whole.expand(self.shape[0], *whole.shape[1:])
+        return _Pack.apply(whole.flatten(0, 1), self.places)[None]
+
+    def unpack(self, packed: Tensor) -> Tensor:
+        """(1, T, ...) -> (B, N, ...), zero at padded tokens."""
+        whole = packed.new_zeros(self.shape[0] * self.shape[1], *packed.shape[2:])
+        return whole.index_copy_(0, self.places, packed[0]).unflatten(0, self.shape)
+
+    def images(self, packed: Tensor, dim: int = 1) -> Sequence[Tensor]:
+        """Split a tensor with T tokens along ``dim`` into one tensor per image."""
+        return packed.split(self.counts, dim)
+
+
+class _Pack(torch.autograd.Function):
+    """(R, ...) -> (T, ...), the rows at the given places. Torch itself would add the gradients of the rows, which takes longer."""
+
+    @staticmethod
+    def forward(ctx, rows, places):
+        ctx.save_for_backward(places)
+        ctx.count = len(rows)
+        return rows.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.new_zeros(ctx.count, *grad.shape[1:]).index_copy_(0, *ctx.saved_tensors, grad), None
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -143,3 +199,92 @@ class FastDeformableEncoderLayer(FastFeedForward, DeformableEncoderLayer):
 
 class FastDeformableDecoderLayer(FastFeedForward, DeformableDecoderLayer):
     """Faster :class:`DeformableDecoderLayer`."""
+
+
+def packing_for(
+    encoder: Encoder | DeformableEncoder,
+    own: tuple[type[nn.Module], type[nn.Module]],
+    tokens: Tensor,
+    padding_mask: Tensor | None,
+    position: PositionEncoding,
+) -> Packing | None:
+    """The packing of a batch's tokens for an encoder; ``None`` if the encoder should compute all tokens.
+
+    All tokens are computed if packing is switched off, if there is little padding, or if the encoding looks at padded tokens or
+    acts inside layers. They are also computed if an image may skip a part of a layer, or if a layer is not from this package or
+    has a hook, because hooks expect the whole batch.
+
+    Args:
+        encoder: the encoder.
+        own: types of a layer and of its attention that accept a packing.
+        tokens: (B, N, C) float.
+        padding_mask: (B, N) bool, True = padded; ``None`` if nothing is padded.
+        position: the encoding that acts on the tokens.
+    """
+    if padding_mask is None or not routes.is_plain(tokens) or not routes.is_on("packing"):
+        return None
+    acts_inside = position.acts_in_attention or position.acts_in_ffn
+    if acts_inside or position.looks_at_padding or padding_mask.sum() <= LEAST_SAVING * padding_mask.numel():
+        return None
+    are_own = all((type(layer), type(layer.self_attn)) == own for layer in encoder.layers)
+    for part in encoder.modules():  # hooks, parts that may skip images, and parts that are not ours and may look across tokens
+        skips = isinstance(part, StochasticDepth) and part.training
+        if part is not encoder and (skips or routes.is_watched(part) or not routes.is_known(part)):
+            return None
+    return Packing.of(padding_mask) if are_own else None
+
+
+@dataclass(frozen=True)
+class PackedEncoding:
+    """A position encoding for packed tokens, with the methods that an encoder calls.
+
+    Attributes:
+        position: the encoding; it gets the tokens of the whole batch.
+        packing: positions of the valid tokens in the batch.
+        padding_mask: (B, N) bool, True = padded.
+    """
+
+    position: PositionEncoding
+    packing: Packing
+    padding_mask: Tensor
+    acts_in_attention = acts_in_ffn = False
+
+    def inject(self, tokens: Tensor, padding_mask: Tensor | Packing, level_shapes: Sequence[Size], layer: int) -> Tensor:
+        """:meth:`PositionEncoding.inject`, (1, T, C) -> the same."""
+        if not self.position.acts_after(layer):
+            return tokens
+        return self.packing.pack(self.position.inject(self.packing.unpack(tokens), self.padding_mask, level_shapes, layer))
+
+
+class FastEncoder(Encoder):
+    """Faster :class:`Encoder`."""
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None,
+        padding_mask: Tensor | None,
+        level_shapes: Sequence[Size],
+        position: PositionEncoding,
+    ) -> Tensor:
+        """The memory (B, N, C), zero at padded tokens if these were left out."""
+        packing = packing_for(self, (FastEncoderLayer, FastAttention), tokens, padding_mask, position)
+        if packing is None:
+            return super().forward(tokens, positions, padding_mask, level_shapes, position)
+        positions = None if positions is None else packing.pack(positions)
+        encoding = PackedEncoding(position, packing, padding_mask)
+        return packing.unpack(super().forward(packing.pack(tokens), positions, packing, level_shapes, encoding))
+
+
+class FastDeformableEncoder(DeformableEncoder):
+    """Faster :class:`DeformableEncoder`."""
+
+    def forward(self, tokens: Tensor, positions: Tensor, levels: Levels, position: PositionEncoding) -> Tensor:
+        """The memory (B, N, C), zero at padded tokens if these were left out."""
+        own = (FastDeformableEncoderLayer, FastDeformableAttention)
+        packing = packing_for(self, own, tokens, levels.padding_mask, position)
+        if packing is None:
+            return super().forward(tokens, positions, levels, position)
+        encoding = PackedEncoding(position, packing, levels.padding_mask)
+        packed = PackedLevels(**vars(levels), packing=packing)
+        return packing.unpack(super().forward(packing.pack(tokens), packing.pack(positions), packed, encoding))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU kernels around the products of ``fast/winograd.py``: transforms of maps, filters and gradients to Winograd's domain and
-back.
+"""The CPU kernels around Winograd's products in ``fast/convolution.py``: transforms of maps, filters and gradients to Winograd's
+domain and back.
 
 A map is (B, H, W * C), channels last. A row of tiles covers two rows of the map, and a tile covers two by two cells. Tiles are
 (16, tiles, C) and filters are (16, C', C), where the first dimension holds the 16 numbers of Winograd's domain. Each loop runs

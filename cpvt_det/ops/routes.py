@@ -33,11 +33,11 @@ ROUTES = {
 - ``linear`` (``fast/layers.py``): linear layers by oneDNN;
 - ``pointwise`` (``fast/convolution.py``): 1x1 convolutions by oneDNN;
 - ``rows`` (``fast/convolution.py``): gradients of weights as products of rows;
-- ``winograd`` (``fast/winograd.py``): 3x3 convolutions with fewer multiplications;
+- ``winograd`` (``fast/convolution.py``): 3x3 convolutions with fewer multiplications;
 - ``dropout`` (``fast/dropout.py``): dropout by a kernel of our own;
 - ``deformable`` (``ops/deformable_attention.py``): deformable attention by numba's kernel;
 - ``canvases`` (``fast/resnet.py``): a separate canvas for each image of a padded batch;
-- ``packing`` (``fast/encoders.py``): encoders leave padded tokens out;
+- ``packing`` (``fast/layers.py``): encoders leave padded tokens out;
 - ``openmp`` (``ops/numba_threads.py``): numba's kernels run in torch's own threads if these are GCC's OpenMP, else in a pool.
 """
 OWN = ("dropout", "deformable", "canvases", "packing", "openmp")

@@ -7,8 +7,7 @@ from torch import nn
 
 from cpvt_det.common.structures import Levels, padding_mask_of
 from cpvt_det.fast import accelerate
-from cpvt_det.fast.layers import FastDeformableEncoderLayer, FastEncoderLayer
-from cpvt_det.fast.packing import Packing
+from cpvt_det.fast.layers import FastDeformableEncoderLayer, FastEncoderLayer, Packing
 from cpvt_det.models.backbones.vit import vision_transformer
 from cpvt_det.models.deformable_detr import DeformableEncoder
 from cpvt_det.models.encoder import Encoder
@@ -223,7 +222,7 @@ def test_a_vision_transformer_with_a_class_token_packs_its_patches(monkeypatch, 
     mask = padding_mask_of([(96, 48), (64, 96)], (96, 96))
     images = torch.randn(2, 3, 96, 96, dtype=torch.float64).masked_fill(mask[:, None], 0)
     seen, packed = packings(monkeypatch), backbone.tokens(images, mask)
-    monkeypatch.setattr("cpvt_det.fast.encoders.packing_for", lambda *_: None)
+    monkeypatch.setattr("cpvt_det.fast.layers.packing_for", lambda *_: None)
     whole, valid = backbone.tokens(images, mask), ~mask[:, ::16, ::16].flatten(1)
     assert [one.counts for one in seen] == [[6 * 3 + 1, 4 * 6 + 1]]
     torch.testing.assert_close(packed[0], whole[0], rtol=0, atol=1e-11)

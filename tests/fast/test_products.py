@@ -13,7 +13,7 @@ from torch import nn
 from torchvision.ops import FrozenBatchNorm2d
 
 from cpvt_det.fast import convolution as convolution_module
-from cpvt_det.fast import layers, winograd
+from cpvt_det.fast import layers
 from cpvt_det.fast.convolution import FastConv2d, convolve
 from cpvt_det.fast.layers import FastEncoderLayer, FastLinear, linear
 from cpvt_det.layers.norm import folded
@@ -29,8 +29,8 @@ def library(request, monkeypatch):
     monkeypatch.setattr(routes, "is_on", lambda route: route in request.param)
     for module in (layers, convolution_module):
         monkeypatch.setattr(module, "SMALL_PRODUCT", 0)
-    for module in (layers, winograd):
-        monkeypatch.setattr(module, "SMALL", 0)
+    monkeypatch.setattr(layers, "SMALL", 0)
+    monkeypatch.setattr(convolution_module, "SMALL_WINOGRAD", 0)
     return request.param
 
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cpvt_det.fast import winograd, winograd_numba
-from cpvt_det.fast.winograd import convolve_3x3
+from cpvt_det.fast import convolution, winograd_numba
+from cpvt_det.fast.convolution import convolve_3x3
 from cpvt_det.ops import routes
 
 SHAPES = [
@@ -125,16 +125,16 @@ def test_nan_and_infinity_reach_the_output():
 )
 def test_other_convolutions_are_torch_s(form, monkeypatch):
     monkeypatch.setattr(routes, "is_on", lambda route: True)
-    monkeypatch.setattr(winograd, "SMALL", 0)
+    monkeypatch.setattr(convolution, "SMALL_WINOGRAD", 0)
     x, weight = torch.ones(1, 64, 8, 8), torch.ones(64, 64, 3, 3)
-    assert winograd.is_for(x, weight, (1, 1), (1, 1), (1, 1), 1)
-    assert not winograd.is_for(x, weight, *form)
-    assert not winograd.is_for(x, torch.ones(64, 64, 1, 1), (1, 1), (1, 1), (1, 1), 1)
-    assert not winograd.is_for(x[:, :16], torch.ones(64, 16, 3, 3), (1, 1), (1, 1), (1, 1), 1)
-    assert not winograd.is_for(x, weight.double(), (1, 1), (1, 1), (1, 1), 1)
-    assert not winograd.is_for(x, torch.ones(16, 64, 3, 3), (1, 1), (1, 1), (1, 1), 1)
-    monkeypatch.setattr(winograd, "_kernels", lambda: None)  # numba is not there
-    assert not winograd.is_for(x, weight, (1, 1), (1, 1), (1, 1), 1)
+    assert convolution.fits_winograd(x, weight, (1, 1), (1, 1), (1, 1), 1)
+    assert not convolution.fits_winograd(x, weight, *form)
+    assert not convolution.fits_winograd(x, torch.ones(64, 64, 1, 1), (1, 1), (1, 1), (1, 1), 1)
+    assert not convolution.fits_winograd(x[:, :16], torch.ones(64, 16, 3, 3), (1, 1), (1, 1), (1, 1), 1)
+    assert not convolution.fits_winograd(x, weight.double(), (1, 1), (1, 1), (1, 1), 1)
+    assert not convolution.fits_winograd(x, torch.ones(16, 64, 3, 3), (1, 1), (1, 1), (1, 1), 1)
+    monkeypatch.setattr(convolution, "_kernels", lambda: None)  # numba is not there
+    assert not convolution.fits_winograd(x, weight, (1, 1), (1, 1), (1, 1), 1)
 
 
 @pytest.mark.parametrize(("instructions", "taken"), [(routes.IN_HALVES, [False, True]), ("AVX2", [True, True])])
@@ -142,5 +142,5 @@ def test_small_maps_are_direct_where_avx512_runs_in_halves(instructions, taken, 
     """64 channels, 86 x 86 cells: 2^28 multiplications and some more."""
     monkeypatch.setattr(routes, "instructions", lambda: instructions)
     weight = torch.ones(64, 64, 3, 3)
-    found = [winograd.is_for(torch.ones(1, 64, side, side), weight, (1, 1), (1, 1), (1, 1), 1) for side in (85, 86)]
+    found = [convolution.fits_winograd(torch.ones(1, 64, side, side), weight, (1, 1), (1, 1), (1, 1), 1) for side in (85, 86)]
     assert found == taken
