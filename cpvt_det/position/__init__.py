@@ -4,7 +4,7 @@
 Start with :mod:`cpvt_det.position.encoding` (the contract) and :mod:`cpvt_det.position.peg` (PEG itself).
 """
 
-from cpvt_det.position import grid_sine, peg_ffn, relative, rotary  # noqa: F401, registers encodings
+from cpvt_det.position import relative, rotary  # noqa: F401, registers encodings
 from cpvt_det.position.encoding import POSITION_REGISTRY, PositionEncoding, build_position, register_position
 from cpvt_det.position.learned import LearnedEncoding
 from cpvt_det.position.peg import PEGDetection, PEGEncoding
