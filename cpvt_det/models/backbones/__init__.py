@@ -2,8 +2,7 @@
 """Backbones: feature maps of an image, by stride."""
 
 from cpvt_det.models.backbones.contract import BACKBONE_REGISTRY
-from cpvt_det.models.backbones.resnet import ResNetBackbone
-from cpvt_det.models.backbones.resnet_d import ResNetDBackbone
+from cpvt_det.models.backbones.resnet import ResNetBackbone, ResNetDBackbone
 from cpvt_det.models.backbones.timm import TimmBackbone
 from cpvt_det.models.backbones.timm_transformer import TimmTransformer
 from cpvt_det.models.backbones.tnt import TransformerInTransformer
