@@ -50,7 +50,7 @@ from cpvt_det.common.memory import usable_cores
 from cpvt_det.common.structures import Detections
 from cpvt_det.data.mapper import Sample
 from cpvt_det.evaluation.answers import detect
-from cpvt_det.solver.ema import MovingAverage
+from cpvt_det.solver.optimizer import MovingAverage
 from cpvt_det.training.recipe import average_decay
 from cpvt_det.training.tasks.task import Task, build_task
 

@@ -11,9 +11,7 @@ from torch import nn
 from cpvt_det.common import distributed
 from cpvt_det.common.errors import ConfigError, UnknownNameError, config_errors
 from cpvt_det.config import flat_items
-from cpvt_det.solver.ema import MovingAverage
-from cpvt_det.solver.optimizer import parameter_groups
-from cpvt_det.solver.schedule import LRSchedule, TrainingSchedule
+from cpvt_det.solver.optimizer import LRSchedule, MovingAverage, TrainingSchedule, parameter_groups
 from cpvt_det.solver.step import StepOptions, TrainStep
 
 logger = logging.getLogger("cpvt_det")

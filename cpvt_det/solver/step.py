@@ -25,9 +25,8 @@ from cpvt_det.common.structures import Targets
 from cpvt_det.data.loader import mix_seed
 from cpvt_det.data.mapper import Sample
 from cpvt_det.losses import Losses, Normalizers, SetCriterion
-from cpvt_det.solver.ema import MovingAverage
 from cpvt_det.solver.memory_check import out_of_memory_explained, require_memory
-from cpvt_det.solver.schedule import LRSchedule
+from cpvt_det.solver.optimizer import LRSchedule, MovingAverage
 
 logger = logging.getLogger("cpvt_det")
 

@@ -21,7 +21,7 @@ from cpvt_det.common.errors import ConfigError
 from cpvt_det.common.registry import import_words
 from cpvt_det.data.coco import describe_records
 from cpvt_det.data.loader import dead_workers_named
-from cpvt_det.solver.schedule import TrainingSchedule
+from cpvt_det.solver.optimizer import TrainingSchedule
 from cpvt_det.solver.step import wrap_for_processes
 from cpvt_det.training.callbacks import Callback, RunCallbacks, TrainingRun, build_callbacks
 from cpvt_det.training.evaluate import chosen_threshold, draw_run, evaluate, evaluate_sizes, measure

@@ -11,7 +11,7 @@ from tiny import DETECTORS
 
 from cpvt_det import builders
 from cpvt_det.common.errors import RunStoppedError
-from cpvt_det.solver.ema import MovingAverage
+from cpvt_det.solver.optimizer import MovingAverage
 
 KINDS = ("image", "gradient")
 OPTIONS = {

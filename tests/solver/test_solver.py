@@ -12,9 +12,7 @@ from cpvt_det.common.errors import ConfigError, UnknownNameError
 from cpvt_det.common.structures import Targets
 from cpvt_det.config import get_cfg, merge_overrides
 from cpvt_det.models.denoising import ContrastiveDenoising
-from cpvt_det.solver.ema import MovingAverage
-from cpvt_det.solver.optimizer import parameter_groups
-from cpvt_det.solver.schedule import LRSchedule, TrainingSchedule
+from cpvt_det.solver.optimizer import LRSchedule, MovingAverage, TrainingSchedule, parameter_groups
 from cpvt_det.solver.step import StepOptions, TrainingModel, TrainStep
 
 

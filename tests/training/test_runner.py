@@ -10,7 +10,7 @@ from tiny import DETECTORS, DINO, overrides
 
 from cpvt_det.common.errors import BadInputError, ConfigError, DataError, WeightsError, first_line
 from cpvt_det.config import load_cfg
-from cpvt_det.solver.schedule import TrainingSchedule
+from cpvt_det.solver.optimizer import TrainingSchedule
 from cpvt_det.solver.step import TrainStep
 from cpvt_det.training import setup
 from cpvt_det.training.guard import RunGuard
