@@ -16,10 +16,9 @@ from typing import Any
 from torch import Tensor
 
 from cpvt_det.checkpoint.convert import convert_state_dict, detect_source
-from cpvt_det.checkpoint.fetch import EXPORTED, locate
+from cpvt_det.checkpoint.fetch import EXPORTED, Start, find_start, locate, starts
 from cpvt_det.checkpoint.files import read_checkpoint, sha256_of, state_dict_of
 from cpvt_det.checkpoint.model_folder import is_in_folder, read_node
-from cpvt_det.checkpoint.starts import Start, find_start, starts
 from cpvt_det.common.class_names import COCO_CLASSES, COCO_ROWS, Classes
 from cpvt_det.common.errors import WeightsError
 from cpvt_det.config import load_cfg

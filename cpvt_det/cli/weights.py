@@ -7,7 +7,7 @@ import click
 from tabulate import tabulate
 
 from cpvt_det.checkpoint import fetch
-from cpvt_det.checkpoint.starts import STARTER, starts
+from cpvt_det.checkpoint.fetch import STARTER, starts
 from cpvt_det.cli import common_options
 from cpvt_det.common.errors import UnknownNameError
 

@@ -16,9 +16,9 @@ from typing import Any
 from fvcore.common.config import CfgNode
 
 from cpvt_det.checkpoint import fetch
+from cpvt_det.checkpoint.fetch import STARTER, find_start, starts
 from cpvt_det.checkpoint.files import sha256_of
 from cpvt_det.checkpoint.load import nearly_named
-from cpvt_det.checkpoint.starts import STARTER, find_start, starts
 from cpvt_det.checkpoint.trained import config_of_weights
 from cpvt_det.checkpoint.weights import read_weights
 from cpvt_det.common.errors import ConfigError, counted

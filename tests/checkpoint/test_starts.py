@@ -19,7 +19,7 @@ from cpvt_det import Predictor
 from cpvt_det.builders import build_detector
 from cpvt_det.checkpoint import fetch
 from cpvt_det.checkpoint.convert import CONVERSIONS
-from cpvt_det.checkpoint.starts import Place, find_start, starts
+from cpvt_det.checkpoint.fetch import Place, find_start, starts
 from cpvt_det.checkpoint.weights import read_weights, recognise
 from cpvt_det.cli import main
 from cpvt_det.common.class_names import COCO_CLASSES, COCO_ROWS

@@ -26,7 +26,7 @@ from forked import Forked
 from nodes import wait_for
 
 from cpvt_det.checkpoint import fetch
-from cpvt_det.checkpoint.starts import Place, Start, starts
+from cpvt_det.checkpoint.fetch import Place, Start, starts
 from faults.case import Case, Cut, Ending, call
 
 HOLD_ON = 20.0
@@ -34,7 +34,7 @@ HOLD_ON = 20.0
 FETCH = """
 import os
 from cpvt_det.checkpoint import fetch
-from cpvt_det.checkpoint.starts import Place, Start
+from cpvt_det.checkpoint.fetch import Place, Start
 os.environ[fetch.HOME] = {home!r}
 print("begun", flush=True)
 fetch.fetch(Start("tiny", places=(Place({url!r}),)))

@@ -12,8 +12,7 @@ import pytest
 import yaml
 
 import cpvt_det
-from cpvt_det.checkpoint.fetch import locate
-from cpvt_det.checkpoint.starts import STARTER
+from cpvt_det.checkpoint.fetch import STARTER, locate
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*(ROOT / "cpvt_det/visualize/pages").iterdir()]
