@@ -15,7 +15,7 @@ from cpvt_det.cli import common_options, report_errors
 from cpvt_det.cli.show import output_option, read_size, weights_config_option
 from cpvt_det.common.errors import BadInputError
 from cpvt_det.config import load_cfg
-from cpvt_det.visualize.attention_by_position import draw_found
+from cpvt_det.visualize.attention import draw_found
 from cpvt_det.visualize.position import NamedDetector, images_of_size
 from studies.patches import (
     draw_attention_grids,

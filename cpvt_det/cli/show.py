@@ -22,9 +22,8 @@ from cpvt_det.models import Detector
 from cpvt_det.solver.step import split_samples
 from cpvt_det.training.setup import choose_seed
 from cpvt_det.training.tasks import Task, build_task
-from cpvt_det.visualize.attention import draw_attention
-from cpvt_det.visualize.attention_by_position import dense_models, draw_attention_by_position
-from cpvt_det.visualize.data import draw_batches
+from cpvt_det.visualize.attention import dense_models, draw_attention, draw_attention_by_position
+from cpvt_det.visualize.pictures import draw_batches
 from cpvt_det.visualize.position import NamedDetector, draw_added, draw_kernels, images_of_size
 from cpvt_det.visualize.recording import Point, record_forward, tokens_at
 

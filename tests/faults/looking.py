@@ -176,7 +176,7 @@ CASES = [
         "show data: a file where the folder should be",
         data("--output", "/dev/null/pictures"),
         "cannot write /dev/null/pictures/train.png: Not a directory; give another --output",
-        guard=Cut("visualize/data.py", "except OSError as error:", NEVER),
+        guard=Cut("visualize/pictures.py", "except OSError as error:", NEVER),
     ),
     Case(
         "analyze: a size that is none",

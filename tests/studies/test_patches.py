@@ -14,8 +14,8 @@ from torch import nn
 from cpvt_det.builders import build_detector
 from cpvt_det.common.errors import BadInputError
 from cpvt_det.config import load_cfg
-from cpvt_det.visualize import attention_by_position
-from cpvt_det.visualize.attention_by_position import AttentionByPosition
+from cpvt_det.visualize import attention as attention_module
+from cpvt_det.visualize.attention import AttentionByPosition
 from cpvt_det.visualize.position import NamedDetector
 from studies import patches
 from studies.__main__ import main
@@ -145,7 +145,7 @@ def test_tiles_by_hand():
 def figures(monkeypatch):
     """What would be saved, by the name of its file."""
     kept = {}
-    for module in (patches, attention_by_position):
+    for module in (patches, attention_module):
         monkeypatch.setattr(module, "save_figure", lambda figure, path: kept.__setitem__(path.name, figure))
     return kept
 

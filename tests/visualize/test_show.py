@@ -17,9 +17,8 @@ from cpvt_det.common.structures import level_padding_mask
 from cpvt_det.data.coco import load_coco
 from cpvt_det.position import POSITION_REGISTRY
 from cpvt_det.visualize import attention as drawing
-from cpvt_det.visualize import attention_by_position as by_position
-from cpvt_det.visualize import data as feeding
-from cpvt_det.visualize.attention_by_position import AttentionByPosition, average_attention
+from cpvt_det.visualize import pictures as feeding
+from cpvt_det.visualize.attention import AttentionByPosition, average_attention
 from cpvt_det.visualize.figures import new_grid
 from cpvt_det.visualize.position import NamedDetector, _place, added_by, draw_kernels
 from cpvt_det.visualize.recording import ForwardRecord, Samples, attention_weights, record_inputs, tokens_at
@@ -162,8 +161,8 @@ def write_config(folder, name, **more):
 
 def test_encodings_are_drawn_side_by_side(tmp_path, monkeypatch):
     """The attention is that of the first layer after every encoding; the last model alone has a layer after its PEG."""
-    found, draw = [], by_position.draw_found
-    monkeypatch.setattr(by_position, "draw_found", lambda pairs, *more: found.extend(pairs) or draw(pairs, *more))
+    found, draw = [], drawing.draw_found
+    monkeypatch.setattr(drawing, "draw_found", lambda pairs, *more: found.extend(pairs) or draw(pairs, *more))
     configs = [write_config(tmp_path, name, MODEL__POSITION__NAME=name) for name in ("none", "peg")]
     weights = save_random(tmp_path / "run" / "model.pth", MODEL__POSITION__NAME="sine+peg", MODEL__DETR__ENC_LAYERS=2)
     result = call("show", "position", *configs, weights, "--output", tmp_path / "out", "--size", "40x64")
