@@ -13,8 +13,7 @@ from fvcore.common.config import CfgNode
 from cpvt_det.common import distributed
 from cpvt_det.common.errors import ConfigError, config_errors
 from cpvt_det.data.augmentation import AUGMENTATION_REGISTRY, AugmentationStep, Scene
-from cpvt_det.data.augmentation.single import GROUPS
-from cpvt_det.data.augmentation.step import as_scene, augmentation_errors
+from cpvt_det.data.augmentation.step import GROUPS, as_scene, augmentation_errors
 from cpvt_det.data.mapper import other_generators_seeded
 from cpvt_det.data.records import Records
 

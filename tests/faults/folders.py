@@ -245,7 +245,7 @@ def text_of(file: str, old: str, new: str) -> Cut:
 
 
 yolo = partial(text_of, "formats/yolo.py")
-voc = partial(text_of, "formats/voc.py")
+voc = partial(text_of, "formats/xml_files.py")
 names = partial(text_of, "names.py")
 listing = partial(text_of, "listing.py")
 coco = partial(text_of, "folders/coco_files.py")

@@ -17,9 +17,8 @@ from cpvt_det.common.errors import DataError, UnknownNameError
 from cpvt_det.data.catalog import DatasetFiles
 from cpvt_det.data.coco import read_coco
 from cpvt_det.data.folders.coco_files import read_coco_files
-from cpvt_det.data.formats.cvat import read_cvat_files, skipped_shapes
 from cpvt_det.data.formats.format import FORMAT_REGISTRY, Sections, make_sections
-from cpvt_det.data.formats.voc import is_voc_file
+from cpvt_det.data.formats.xml_files import is_voc_file, read_cvat_files, skipped_shapes
 from cpvt_det.data.formats.yolo import YoloFile, label_files, read_label_files
 from cpvt_det.data.listing import Listing, few, split_named
 from cpvt_det.data.names import Names
