@@ -16,10 +16,9 @@ from cpvt_det.builders.parts import build_device
 from cpvt_det.common import distributed
 from cpvt_det.common.errors import ConfigError, DataError, UnknownNameError, config_errors, first_line
 from cpvt_det.data.cache import KeptLook
-from cpvt_det.data.classify import ClassMapper, central_transform
 from cpvt_det.data.coco import CocoDataset
 from cpvt_det.data.loader import MappedDataset, SampleLoader, TrainBatches, evaluation_loader
-from cpvt_det.data.mapper import Mapper, RandomShortSide, train_transform
+from cpvt_det.data.mapper import ClassMapper, Mapper, RandomShortSide, central_transform, train_transform
 from cpvt_det.data.records import ImageRecord, Records, join
 from cpvt_det.data.shards import open_shards, split_at_shards
 from cpvt_det.data.validation.check import CheckedData, look_at_images

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Image classification: a backbone, one vector per image, a linear head.
 
-Place in the pipeline: after ``structures.PaddedBatch``, before ``losses/soft_labels.py``.
+Place in the pipeline: after ``structures.PaddedBatch``, before ``losses/criterion.py``.
 """
 
 import math

@@ -13,7 +13,7 @@ from torchvision.transforms import v2
 
 from cpvt_det.data.mapper import Sample
 from cpvt_det.losses import Losses
-from cpvt_det.losses.soft_labels import ClassCriterion
+from cpvt_det.losses.criterion import ClassCriterion
 
 Teacher = Callable[[Tensor], Tensor]
 """Function from (B, 3, h, w) float images, RGB from 0 to 255, to (B,) int64, the classes that the teacher predicts."""

@@ -21,12 +21,12 @@ from cpvt_det.common.class_names import Classes
 from cpvt_det.common.errors import ConfigError, UnknownNameError, WeightsError
 from cpvt_det.common.structures import Targets, level_padding_mask
 from cpvt_det.config import load_cfg
-from cpvt_det.data.classify import ClassMapper, central_transform, crop_transform
 from cpvt_det.data.formats.image_folder import read_image_folder
 from cpvt_det.data.loader import MappedDataset, TrainBatches
+from cpvt_det.data.mapper import ClassMapper, central_transform, crop_transform
 from cpvt_det.data.records import ImageRecord
 from cpvt_det.evaluation.top_k import ClassEvaluator, format_accuracies, most_confused
-from cpvt_det.losses.soft_labels import ClassCriterion
+from cpvt_det.losses.criterion import ClassCriterion
 from cpvt_det.models import BACKBONE_REGISTRY, Classifier
 from cpvt_det.solver.classify import BatchMixing, ClassTrainingModel
 from cpvt_det.training.train import run
@@ -364,8 +364,7 @@ def test_parts_of_a_step_sum_to_the_whole(folders, tmp_path):
 
 def test_a_student_learns_the_classes_of_its_teacher_by_name(trained, folders, tmp_path):
     """The teacher's own classes are in another order here; its answers are compared with its own scores."""
-    from cpvt_det.checkpoint.teacher import load_teacher
-    from cpvt_det.checkpoint.trained import load_trained
+    from cpvt_det.checkpoint.trained import load_teacher, load_trained
 
     weights = str(trained / "model_best.pth")
     cfg = config(folders, tmp_path, MODEL__CLASSIFIER__TEACHER=weights)
@@ -386,7 +385,7 @@ def test_a_student_learns_the_classes_of_its_teacher_by_name(trained, folders, t
 
 
 def test_a_network_of_timm_teaches_with_its_own_statistics_of_pixels(folders, tmp_path):
-    from cpvt_det.checkpoint.teacher import load_teacher
+    from cpvt_det.checkpoint.trained import load_teacher
 
     torch.manual_seed(0)
     network = timm.create_model("test_vit", num_classes=3, img_size=160).eval()
@@ -408,7 +407,7 @@ def test_a_network_of_timm_teaches_with_its_own_statistics_of_pixels(folders, tm
 
 
 def test_a_distilled_network_of_timm_is_a_teacher(folders, tmp_path):
-    from cpvt_det.checkpoint.teacher import load_teacher
+    from cpvt_det.checkpoint.trained import load_teacher
 
     network = timm.create_model("deit_tiny_distilled_patch16_224", num_classes=3, depth=1).eval()
     network.head_dist.bias.data[1] = 99.0

@@ -74,8 +74,8 @@ class ClassificationTask(Task):
         Raises:
             ConfigError: a batch size that is not divisible by the number of processes, or invalid settings of ``INPUT.CLASSIFY``.
         """
-        from cpvt_det.data.classify import ClassMapper, crop_transform
         from cpvt_det.data.loader import MappedDataset
+        from cpvt_det.data.mapper import ClassMapper, crop_transform
 
         cfg, node = self.cfg, self.cfg.INPUT.CLASSIFY
         builders.require_rgb(cfg)
@@ -101,8 +101,8 @@ class ClassificationTask(Task):
         Raises:
             ConfigError: values of ``MODEL.CLASSIFIER`` or ``INPUT.CLASSIFY`` that cannot be used.
         """
-        from cpvt_det.checkpoint.teacher import load_teacher
-        from cpvt_det.losses.soft_labels import ClassCriterion
+        from cpvt_det.checkpoint.trained import load_teacher
+        from cpvt_det.losses.criterion import ClassCriterion
         from cpvt_det.solver.classify import BatchMixing, ClassTrainingModel
 
         node, given = self.cfg.MODEL.CLASSIFIER, self.cfg.INPUT.CLASSIFY
