@@ -25,7 +25,7 @@ from torchvision.transforms.v2 import functional as TF
 from cpvt_det.common.boxes import xyxy_to_cxcywh
 from cpvt_det.common.errors import DataError
 from cpvt_det.common.structures import Targets
-from cpvt_det.data.augmentation.step import AugmentationStep, Scene, as_scene, augmentation_errors
+from cpvt_det.data.augmentation import AugmentationStep, Scene, as_scene, augmentation_errors
 from cpvt_det.data.images import read_image
 from cpvt_det.data.records import ImageRecord
 

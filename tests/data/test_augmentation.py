@@ -17,13 +17,12 @@ from tiny import coco_dict, overrides
 from torch import Tensor
 
 from cpvt_det.builders import build_train_loader, load_splits, training_records
-from cpvt_det.builders.augmentation import build_augmentations
+from cpvt_det.builders.data import build_augmentations
 from cpvt_det.common.boxes import cxcywh_to_xyxy
 from cpvt_det.common.errors import ConfigError, DeadWorkerError
 from cpvt_det.config import get_cfg, load_cfg
-from cpvt_det.data.augmentation import AUGMENTATION_REGISTRY
-from cpvt_det.data.augmentation import step as registered
-from cpvt_det.data.augmentation.step import as_scene, clip_to_visible
+from cpvt_det.data import augmentation
+from cpvt_det.data.augmentation import AUGMENTATION_REGISTRY, as_scene, clip_to_visible
 from cpvt_det.data.loader import dead_workers_named
 from cpvt_det.data.mapper import Mapper, train_transform
 from cpvt_det.data.records import ImageRecord
@@ -55,7 +54,7 @@ OPTIONS = {
     "Mosaic": {"p": 1},
     "MixUp": {"p": 1},
 }
-OURS = (*registered.COLOURS, *registered.PLACES, *registered.GROUPS, "RandomIoUCrop", "Mosaic", "MixUp")
+OURS = (*augmentation.COLOURS, *augmentation.PLACES, *augmentation.GROUPS, "RandomIoUCrop", "Mosaic", "MixUp")
 LOSE_SOME = ("RandomAffine", "RandomCrop", "RandomResizedCrop", "RandomApply", "RandomChoice", "RandomOrder", "RandomIoUCrop")
 TURN = ("RandomAffine", "RandomPerspective", "RandomRotation")
 
@@ -118,7 +117,7 @@ def assert_boxes_are_those_of_the_pixels(scene, labels, strength=1.0, turned=Fal
 # One image
 
 
-@pytest.mark.parametrize("name", [*registered.PLACES, *registered.GROUPS, "RandomIoUCrop"])
+@pytest.mark.parametrize("name", [*augmentation.PLACES, *augmentation.GROUPS, "RandomIoUCrop"])
 def test_boxes_follow_their_objects(name):
     step, scene, lost, places = step_of(name), paint((60, 90), BOXES), 0, set()
     for seed in range(25):
@@ -130,7 +129,7 @@ def test_boxes_follow_their_objects(name):
     assert (lost > 0) == (name in LOSE_SOME)
 
 
-@pytest.mark.parametrize("name", registered.COLOURS)
+@pytest.mark.parametrize("name", augmentation.COLOURS)
 def test_colours_leave_boxes_as_they_are(name):
     """Also a box that is thinner than a pixel."""
     image = torch.randint(40, 200, (3, 60, 90), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
@@ -151,7 +150,7 @@ def test_an_image_without_objects_stays_one(name):
         image, boxes, labels = step(*scene, lambda: scene)
         assert image.dtype == torch.uint8 and image.shape[0] == 3 and image.shape[1] >= 1
         assert (boxes.shape, labels.shape, labels.dtype) == ((0, 4), (0,), torch.int64)
-        assert not image[:].any() or name in registered.COLOURS
+        assert not image[:].any() or name in augmentation.COLOURS
 
 
 def test_clip_to_visible_by_hand():

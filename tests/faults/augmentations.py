@@ -34,11 +34,11 @@ def train(*entries: object, **more: object):
 
 
 def built(old: str, new: str) -> Cut:
-    return Cut("builders/augmentation.py", old, new)
+    return Cut("builders/data.py", old, new)
 
 
 TRIED = Cut("builders/data.py", "    check_augmentations(cfg, join([dataset.records for dataset in train]))\n", "")
-NAMED = Cut("data/augmentation/step.py", "except Exception as error:", "except ZeroDivisionError as error:")
+NAMED = Cut("data/augmentation.py", "except Exception as error:", "except ZeroDivisionError as error:")
 
 CASES = [
     Case(
@@ -92,7 +92,7 @@ CASES = [
         "an augmentation of one's own with boxes of another format",
         train("own xywh"),
         "'own xywh' failed on a black image, ...: it must return image, boxes and labels, but a box is not [x0, y0, x1, y1]",
-        guard=Cut("data/augmentation/step.py", "        if wrong:", "        if False:"),
+        guard=Cut("data/augmentation.py", "        if wrong:", "        if False:"),
     ),
     Case(
         "an augmentation of one's own that fails on an image, not on the black one",
