@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """From predictions and targets to losses."""
 
-from cpvt_det.losses import distributions  # noqa: F401, registers losses
 from cpvt_det.losses.classification import CLASSIFICATION_REGISTRY, FocalClassification, SoftmaxClassification, make_classification
 from cpvt_det.losses.criterion import Losses, SetCriterion
 from cpvt_det.losses.matcher import HungarianMatcher

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """D-FINE's decoder. Its layers do not refine a box, but a distribution of the distance by which each side of a first box moves.
 
-Place in the pipeline: after the queries; the losses for the distributions are in ``losses/distributions.py``.
+Place in the pipeline: after the queries; the losses for the distributions are in ``losses/terms.py``.
 
 Source: arXiv 2410.13842, section 4; names of parameters as in Peterande/D-FINE.
 """

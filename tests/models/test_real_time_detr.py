@@ -12,9 +12,8 @@ from cpvt_det.common.errors import ConfigError, UnknownNameError
 from cpvt_det.common.structures import BoxDistributions, PaddedBatch, Predictions, Targets
 from cpvt_det.layers.attention import DeformableAttention
 from cpvt_det.layers.norm import MaskedBatchNorm2d, MaskedGroupNorm
-from cpvt_det.losses.distributions import fine_grained_localization
 from cpvt_det.losses.matcher import Matches, PaddedTargets
-from cpvt_det.losses.terms import Matched, Normalizers
+from cpvt_det.losses.terms import Matched, Normalizers, fine_grained_localization
 from cpvt_det.models import BACKBONE_REGISTRY, HybridEncoder
 from cpvt_det.models.distribution_decoder import DistributionDecoder
 from cpvt_det.models.encoder import Encoder
