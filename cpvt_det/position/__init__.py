@@ -4,12 +4,11 @@
 Start with :mod:`cpvt_det.position.encoding` (the contract) and :mod:`cpvt_det.position.peg` (PEG itself).
 """
 
-from cpvt_det.position import relative, rotary  # noqa: F401, registers encodings
+from cpvt_det.position import in_attention  # noqa: F401, registers encodings
 from cpvt_det.position.encoding import POSITION_REGISTRY, PositionEncoding, build_position, register_position
-from cpvt_det.position.learned import LearnedEncoding
+from cpvt_det.position.learned import LearnedEncoding, TableEncoding
 from cpvt_det.position.peg import PEGDetection, PEGEncoding
 from cpvt_det.position.sine import SineEncoding
-from cpvt_det.position.table import TableEncoding
 
 __all__ = [
     "POSITION_REGISTRY",
@@ -23,10 +22,6 @@ __all__ = [
     "register_position",
 ]
 
-for _name in (
-    "sine+peg",
-    "sine_offset+peg",
-    "sine_grid+peg",
-    "table+peg_plain",
-):  # tests and messages list these; others are built too
+# Tests and messages list these; others are built too.
+for _name in ("sine+peg", "sine_offset+peg", "sine_grid+peg", "table+peg_plain"):
     register_position(_name)(POSITION_REGISTRY.find(_name))

@@ -16,7 +16,7 @@ from cpvt_det.common.exporting import is_exporting
 from cpvt_det.common.structures import has_padding, level_padding_mask
 from cpvt_det.layers.checkpointing import recomputed
 from cpvt_det.models.backbones.timm_networks import load_weights, pixel_statistics, timm_with
-from cpvt_det.position.table import stretch
+from cpvt_det.position.learned import stretch
 
 
 class TimmTransformer(nn.Module):
