@@ -156,38 +156,19 @@ def keep_padding_out(body: nn.Module, maps: Maps, divisor: int) -> None:
         torch.manual_seed(0)  # the same verdict in every run
         network = copy.deepcopy(body).cpu().double().eval()
         forward, images = partial(maps, network), torch.randn(2, 3, 2 * divisor, divisor).double()
+    watch = masking.Watch(network, images.shape[2:])
     try:
-        treatments = _treatments(network, forward, images)
+        with torch.no_grad(), masking.unsettle(network):
+            forward(images)
+        treatments = watch.treatments()
+        if watch.reason:
+            raise masking.InexactError(watch.reason)
         treatments += masking.probe(network, forward, treatments, divisor)
     except masking.InexactError:
         raise
     except Exception as error:  # from a network that accepts only one size; such errors have no common base class
         raise masking.InexactError(f"it cannot be run on other canvas sizes: {first_line(error)}") from error
     masking.treat(body, treatments)
-
-
-def _treatments(network: nn.Module, forward: Callable[[Tensor], Sequence[Tensor]], images: Tensor) -> list[masking.Treatment]:
-    """The treatment of each module whose type needs one, with the module's grids of input and output, observed in one forward
-    pass."""
-    found: list[masking.Treatment] = []
-
-    def see(name: str, module: nn.Module, args: tuple, out: Tensor) -> None:
-        grids = [masking.Grid.of(images.shape[2:], x) for x in (args[0], out)]
-        if None not in grids:
-            found.append(masking.Treatment(name, masking.kind_of(module), *grids))
-        elif masking.kind_of(module) != "counted":
-            raise masking.InexactError(f"{name}'s map, {tuple(out.shape[2:])}, fits no stride on {tuple(images.shape[2:])} pixels")
-
-    handles = [m.register_forward_hook(partial(see, name)) for name, m in network.named_modules() if masking.kind_of(m)]
-    with torch.no_grad(), masking.unsettle(network):
-        forward(images)
-    for handle in handles:
-        handle.remove()
-    names = [treatment.module for treatment in found]
-    twice = next((name for name in names if names.count(name) > 1), "")
-    if twice:
-        raise masking.InexactError(f"{twice} is used several times")
-    return found
 
 
 class VisionPyramid(Backbone):

@@ -20,23 +20,10 @@ from cpvt_det.common.memory import usable_cores
 from cpvt_det.config import get_cfg, merge_checked, merge_overrides, nested
 from cpvt_det.data.coco import CocoDataset
 from cpvt_det.evaluation.answers import evaluation_mode
-from cpvt_det.models.backbones.packaged import PACKAGES
+from cpvt_det.models.backbones.timm_networks import PACKAGES
+from cpvt_det.training import recipe
 from cpvt_det.training.callbacks import build_callbacks
-from cpvt_det.training.recipe import (
-    Choice,
-    MachineFacts,
-    Pace,
-    Plan,
-    describe_data,
-    first_plan,
-    format_seconds,
-    length_choices,
-    model_choices,
-    next_plan,
-    steps_in,
-    threads_choices,
-    too_little_time,
-)
+from cpvt_det.training.recipe import Choice, MachineFacts, Pace, Plan
 from cpvt_det.training.setup import set_threads
 from cpvt_det.training.tasks.task import build_task, require_best_figure
 from cpvt_det.training.tuning import FROZEN, LEAST_CANVAS, PIP, TrainedStart, describe_classes, tuning_choices
@@ -91,12 +78,12 @@ def choose_settings(
     Raises:
         BadInputError: data or overrides that cannot be used.
     """
-    data, typed = describe_data(*(dataset.records for dataset in datasets)), config_of((), overrides)
+    data, typed = recipe.describe_data(*(dataset.records for dataset in datasets)), config_of((), overrides)
     keys, backbone = overrides[::2], typed.MODEL.BACKBONE
     _refuse_early(typed, keys, datasets)
     if "MODEL.BACKBONE.WEIGHTS" in keys or not _is_ours(backbone, keys, machine):
         machine = replace(machine, pretrained=bool(backbone.WEIGHTS))
-    plan = first_plan(data, machine)
+    plan = recipe.first_plan(data, machine)
     if start is not None and (why := start.unsuited(plan, data)):
         tell(why)
         start = None
@@ -104,32 +91,32 @@ def choose_settings(
         names, numbers = datasets[0].classes.names, dict(_typed_values(typed, keys))
         sizes = sorted(start.cfg.INPUT.MIN_SIZE_TRAIN) or [start.cfg.INPUT.MIN_SIZE_TEST]
         least = min(LEAST_CANVAS, sizes[len(sizes) // 2])
-        plan = replace(first_plan(data, machine, least), tunes=True, freeze_at=FROZEN[machine.device])
+        plan = replace(recipe.first_plan(data, machine, least), tunes=True, freeze_at=FROZEN[machine.device])
         for line in describe_classes(start, names):
             tell(line)
     plan, threads = _as_typed(plan, typed, keys), []
     for is_last in (False, True):
         if start is None:
-            of_model = _for_backbone(backbone, keys, machine, model_choices(plan, data, machine))
+            of_model = _for_backbone(backbone, keys, machine, recipe.model_choices(plan, data, machine))
         else:
             of_model = tuning_choices(start, plan, data, machine, names, numbers)
         choices = [*chosen, *of_model, *threads]
         pace = measure(config_of(choices, overrides), datasets, machine.processes)
-        found = threads_choices(pace)
+        found = recipe.threads_choices(pace)
         choices, threads = choices + found, threads + found
-        steps = steps_in(budget, pace, data)
+        steps = recipe.steps_in(budget, pace, data)
         tell(
             f"measured: {pace.step:.2f} s for a step of {plan.batch} images with a short side of {plan.canvas} pixels; "
-            f"number of such steps in {format_seconds(budget)}: {steps:.0f}"
+            f"number of such steps in {recipe.format_seconds(budget)}: {steps:.0f}"
         )
         settled = _typed_epochs(typed, keys, plan.batch / data.images)
-        following = plan if is_last else next_plan(plan, steps, data, settled)
+        following = plan if is_last else recipe.next_plan(plan, steps, data, settled)
         if following == plan:
             break
         plan = following
-    for line in filter(None, (too_little_time(data, pace, budget), "" if start or machine.pretrained else FROM_RANDOM)):
+    for line in filter(None, (recipe.too_little_time(data, pace, budget), "" if start or machine.pretrained else FROM_RANDOM)):
         tell(line)
-    length = length_choices(plan, data, pace, budget, settled)
+    length = recipe.length_choices(plan, data, pace, budget, settled)
     if "TEST.EVAL_PERIOD" in keys:  # EVAL_PERIOD would have no effect next to EVAL_EPOCHS
         length = [choice for choice in length if choice.key != "TEST.EVAL_EPOCHS"]
     choices = [*choices, *length]

@@ -144,8 +144,8 @@ def test_every_treatment_is_enough_and_needed(name, monkeypatch):
     else:
         before, _ = masking.HOOKS[kind]
 
-        def leave_out(module, args, grid):
-            return None if name == kind or isinstance(module, GlobalResponseNorm) else before(module, args, grid)
+        def leave_out(cells, module, args, grid):
+            return None if name == kind or isinstance(module, GlobalResponseNorm) else before(cells, module, args, grid)
 
         monkeypatch.setitem(masking.HOOKS, kind, (leave_out, None))
         monkeypatch.setattr(masking, "COUNTING", ())

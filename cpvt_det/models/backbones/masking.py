@@ -122,52 +122,46 @@ def treat(network: nn.Module, treatments: Sequence[Treatment]) -> None:
         if module is None or (treatment.kind == "counted" and not isinstance(module, COUNTING)):
             continue
         before, after = HOOKS[treatment.kind]
-        module.register_forward_pre_hook(partial(before, grid=treatment.grid))
+        module.register_forward_pre_hook(partial(_if_padded, before, grid=treatment.grid))
         if after is not None:
-            module.register_forward_hook(partial(after, grid=treatment.grid, out_grid=treatment.out_grid))
+            module.register_forward_hook(partial(_if_padded, after, grid=treatment.grid, out_grid=treatment.out_grid))
 
 
-def _zero(module: nn.Module, args: tuple, grid: Grid) -> tuple | None:
-    """Zero the padding of (B, C, h, w), or of (B, h, w, C) if the module works channels-last."""
+def _if_padded(hook: Callable, module: nn.Module, *call: object, **grids: Grid) -> object:
+    """Call a hook with the cells of the batch, unless nothing is padded."""
     cells = _BATCH.get()
-    if cells is None:
-        return None
+    return None if cells is None else hook(cells, module, *call, **grids)
+
+
+def _zero(cells: ValidCells, module: nn.Module, args: tuple, grid: Grid) -> tuple:
+    """Zero the padding of (B, C, h, w), or of (B, h, w, C) if the module works channels-last."""
     zeroed = channels_second(module, args[0]) * cells.at(grid, args[0].dtype)
     return (zeroed.movedim(1, -1) if getattr(module, "channel_dim", 1) == -1 else zeroed, *args[1:])
 
 
-def _lowest(module: nn.Module, args: tuple, grid: Grid) -> tuple | None:
+def _lowest(cells: ValidCells, module: nn.Module, args: tuple, grid: Grid) -> tuple:
     """Fill the padding with -inf, which is never the maximum, like the pooling's own padding."""
-    cells = _BATCH.get()
-    if cells is None:
-        return None
-    x = args[0]
-    return (x.masked_fill(cells.at(grid, torch.bool).logical_not(), -torch.inf), *args[1:])
+    return (args[0].masked_fill(cells.at(grid, torch.bool).logical_not(), -torch.inf), *args[1:])
 
 
-def _zero_after(module: nn.Module, args: tuple, out: Tensor, grid: Grid, out_grid: Grid) -> Tensor | None:
+def _zero_after(cells: ValidCells, module: nn.Module, args: tuple, out: Tensor, grid: Grid, out_grid: Grid) -> Tensor:
     """Replace the infinities of windows without a valid cell by 0."""
-    cells = _BATCH.get()
-    return None if cells is None else out.masked_fill(cells.at(out_grid, torch.bool).logical_not(), 0)
+    return out.masked_fill(cells.at(out_grid, torch.bool).logical_not(), 0)
 
 
-def _mean_of_valid(module: nn.Module, args: tuple, out: Tensor, grid: Grid, out_grid: Grid) -> Tensor | None:
+def _mean_of_valid(cells: ValidCells, module: nn.Module, args: tuple, out: Tensor, grid: Grid, out_grid: Grid) -> Tensor:
     """Turn a mean that counts padded cells as zeros into the mean of the valid cells. This is for poolings that do not count
     their own padding.
     """
-    cells = _BATCH.get()
-    if cells is None:
-        return None
     share = type(module).forward(module, cells.at(grid, out.dtype))
     return out / torch.where(share > 0, share, 1)
 
 
-def _mean(module: nn.Module, args: tuple, grid: Grid) -> tuple | None:
+def _mean(cells: ValidCells, module: nn.Module, args: tuple, grid: Grid) -> tuple:
     """Fill the padding with the mean of the valid cells, (B, C, 1, 1), so that the padding changes neither the mean nor the
     maximum of the map.
     """
-    cells = _BATCH.get()
-    return None if cells is None else (_filled(args[0], cells.at(grid, args[0].dtype)), *args[1:])
+    return (_filled(args[0], cells.at(grid, args[0].dtype)), *args[1:])
 
 
 def _filled(x: Tensor, valid: Tensor) -> Tensor:
@@ -176,12 +170,11 @@ def _filled(x: Tensor, valid: Tensor) -> Tensor:
     return torch.addcmul(zeroed, mean, 1 - valid)
 
 
-def _counted(module: nn.Module, args: tuple, grid: Grid) -> tuple | None:
+def _counted(cells: ValidCells, module: nn.Module, args: tuple, grid: Grid) -> tuple | None:
     """Pass the valid cells to our norms as a second argument. Batch norms need the valid cells only in training, for their
     statistics.
     """
-    cells = _BATCH.get()
-    if cells is None or (isinstance(module, nn.BatchNorm2d) and not module.training):
+    if isinstance(module, nn.BatchNorm2d) and not module.training:
         return None
     return args[0], cells.at(grid, args[0].dtype)
 
@@ -218,6 +211,43 @@ def kind_of(module: nn.Module, is_padded: bool = False) -> str:
 def channels_second(module: nn.Module, x: Tensor) -> Tensor:
     """A module's input or output as (B, C, h, w), moved there from (B, h, w, C) if the module works channels-last."""
     return x.movedim(-1, 1) if getattr(module, "channel_dim", 1) == -1 else x
+
+
+class Watch:
+    """An observer of one forward pass, which finds the treatment of each module whose type needs one.
+
+    Args:
+        network: network whose modules are observed until :meth:`treatments` is called.
+        canvas: (height, width) of the images, which differ.
+
+    Attributes:
+        reach: largest stride of an observed map so far, in pixels.
+        reason: the reason why a module cannot be treated; empty if all can be.
+    """
+
+    def __init__(self, network: nn.Module, canvas: Sequence[int]):
+        self.reach, self.reason = 1, ""
+        self._canvas, self._seen = canvas, {}
+        modules = [(name, module) for name, module in network.named_modules() if kind_of(module)]
+        self.handles = [module.register_forward_hook(partial(self._see, name)) for name, module in modules]
+
+    def treatments(self) -> list[Treatment]:
+        """Stop observing, and return the treatments in the order of the forward pass."""
+        for handle in self.handles:
+            handle.remove()
+        return list(self._seen.values())
+
+    def _see(self, name: str, module: nn.Module, args: tuple, out: Tensor) -> None:
+        grids = [Grid.of(self._canvas, channels_second(module, x)) for x in (args[0], out)]
+        if None in grids:
+            if kind_of(module) != "counted":  # a norm on one number per channel is harmless
+                sides = " x ".join(map(str, (args[0] if grids[0] is None else out).shape[2:]))
+                self.reason = self.reason or f"{name} has a map of {sides} cells for {self._canvas[0]} x {self._canvas[1]} pixels"
+            return
+        self.reach = max(self.reach, *(grid.stride for grid in grids))
+        made = Treatment(name, kind_of(module, is_padded=grids[0].spare > 0), *grids)
+        if self._seen.setdefault(name, made) != made:
+            self.reason = self.reason or f"{name} is used at several strides"
 
 
 Forward = Callable[[Tensor], Sequence[Tensor]]

@@ -18,20 +18,8 @@ from cpvt_det.common.errors import UnknownNameError, first_line
 from cpvt_det.common.structures import has_padding
 from cpvt_det.layers.checkpointing import recomputed
 from cpvt_det.layers.norm import MaskedBatchNorm2d, MaskedGroupNorm, MaskedSyncBatchNorm2d
+from cpvt_det.models.backbones import masking
 from cpvt_det.models.backbones.contract import BACKBONE_REGISTRY
-from cpvt_det.models.backbones.masking import (
-    Grid,
-    InexactError,
-    Treatment,
-    ValidCells,
-    channels_second,
-    current_batch,
-    kind_of,
-    of_batch,
-    probe,
-    treat,
-    unsettle,
-)
 from cpvt_det.models.backbones.timm_networks import is_transformer, load_weights, pixel_statistics, timm_with
 from cpvt_det.models.backbones.timm_transformer import TimmTransformer
 
@@ -118,7 +106,7 @@ class TimmBackbone(nn.Module):
         self.size_divisibility = max(part.out_grid.stride for part in survey.treatments if part.module in names)
         _replace_norms(self.body, norm, mask_padding)
         if mask_padding:
-            treat(self.body, survey.treatments)
+            masking.treat(self.body, survey.treatments)
         if checkpointing:
             _recompute_blocks(self.body, name)
         self.pixel_mean, self.pixel_std = pixel_statistics(self.body)
@@ -161,7 +149,7 @@ class TimmBackbone(nn.Module):
         if below or right:
             images = F.pad(images, (0, right, 0, below))
             padding_mask = F.pad(padding_mask, (0, right, 0, below), value=True)
-        with of_batch(ValidCells(padding_mask) if self.mask_padding and has_padding(padding_mask) else None):
+        with masking.of_batch(masking.ValidCells(padding_mask) if self.mask_padding and has_padding(padding_mask) else None):
             maps = _maps(self.body, images, self._indices)
         if not (below or right):
             return maps
@@ -197,7 +185,7 @@ class Survey:
 
     strides: tuple[int, ...]
     units: Mapping[str, int]
-    treatments: tuple[Treatment, ...]
+    treatments: tuple[masking.Treatment, ...]
     reason: str
 
 
@@ -221,58 +209,40 @@ def survey_network(name: str, is_masked: bool) -> Survey:
         images = torch.randn(2, 3, 2 * max(strides), max(strides)).double()
     body, canvas = network.model.double().eval(), images.shape[2:]
     forward = partial(_maps, body, indices=list(network.out_indices))
-    watch = _Watch(body, canvas)
+    watch = _UnitWatch(body, canvas)
     try:
-        with torch.no_grad(), unsettle(body):
+        with torch.no_grad(), masking.unsettle(body):
             maps = forward(images)
     except Exception as error:  # exceptions of timm's networks at unsupported sizes have no common base class
         size = f"{canvas[0]} x {canvas[1]} pixels, and a backbone has to run on every canvas"
         raise ValueError(f"timm/{name} does not run on {size}: {first_line(error)}") from error
-    for handle in watch.handles:
-        handle.remove()
-    treatments = tuple(watch.seen.values())
-    expected = [(Grid(stride), count) for stride, count in zip(strides, channels, strict=True)]
-    if [(Grid.of(canvas, map_), map_.shape[1]) for map_ in maps] != expected:
+    treatments = watch.treatments()
+    expected = [(masking.Grid(stride), count) for stride, count in zip(strides, channels, strict=True)]
+    if [(masking.Grid.of(canvas, map_), map_.shape[1]) for map_ in maps] != expected:
         shapes = ", ".join(str(tuple(map_.shape)) for map_ in maps)
         raise ValueError(f"timm/{name} must return maps (B, C, H / stride, W / stride), strides {strides}, but returns {shapes}")
     found, reason = [], watch.reason
     if is_masked and not reason:
         _replace_norms(body, "FrozenBN", is_masked=True)
         try:
-            found = probe(body, forward, treatments, max(part.out_grid.stride for part in treatments))
-        except InexactError as error:
+            found = masking.probe(body, forward, treatments, max(part.out_grid.stride for part in treatments))
+        except masking.InexactError as error:
             reason = str(error)
         except Exception as error:  # from a part that accepts only one shape; no common base class here either
             reason = f"it cannot be run in a batch on a larger canvas: {first_line(error)}"
     return Survey(tuple(strides), watch.units, (*treatments, *found), reason)
 
 
-class _Watch:
-    """An observer of the strides of modules and the stages of the network's parts in one forward pass."""
+class _UnitWatch(masking.Watch):
+    """An observer that also notes the stage of each of the network's parts."""
 
     def __init__(self, body: nn.Module, canvas: Sequence[int]):
+        super().__init__(body, canvas)
         self.units: dict[str, int] = {}
-        self.reason = ""
-        self.seen: dict[str, Treatment] = {}
-        self._canvas, self._reach = canvas, 1
-        hooks = [(module, partial(self._see, name)) for name, module in body.named_modules() if kind_of(module)]
-        hooks += [(module, partial(self._leave, name)) for name, module in _units(body)]
-        self.handles = [module.register_forward_hook(hook) for module, hook in hooks]
-
-    def _see(self, name: str, module: nn.Module, args: tuple, out: Tensor) -> None:
-        grids = [Grid.of(self._canvas, channels_second(module, x)) for x in (args[0], out)]
-        if None in grids:
-            if kind_of(module) != "counted":  # a norm on one number per channel is harmless
-                sides = " x ".join(map(str, (args[0] if grids[0] is None else out).shape[2:]))
-                self.reason = self.reason or f"{name} has a map of {sides} cells for {self._canvas[0]} x {self._canvas[1]} pixels"
-            return
-        self._reach = max(self._reach, *(grid.stride for grid in grids))
-        made = Treatment(name, kind_of(module, is_padded=grids[0].spare > 0), *grids)
-        if self.seen.setdefault(name, made) != made:
-            self.reason = self.reason or f"{name} is used at several strides"
+        self.handles += [unit.register_forward_hook(partial(self._leave, name)) for name, unit in _units(body)]
 
     def _leave(self, name: str, *_: object) -> None:
-        self.units.setdefault(name, math.ceil(math.log2(self._reach)))
+        self.units.setdefault(name, math.ceil(math.log2(self.reach)))
 
 
 def _units(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -327,12 +297,12 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def _run_again(block: nn.Module, *args: object) -> object:
-    return recomputed(_run_block, block, current_batch(), *args)
+    return recomputed(_run_block, block, masking.current_batch(), *args)
 
 
-def _run_block(block: nn.Module, cells: ValidCells | None, *args: object) -> object:
+def _run_block(block: nn.Module, cells: masking.ValidCells | None, *args: object) -> object:
     """Run a block while its batch is set. Otherwise the backward pass, which recomputes the block, would not know the batch."""
-    with of_batch(cells):
+    with masking.of_batch(cells):
         return type(block).forward(block, *args)
 
 
