@@ -8,19 +8,9 @@ the plain class does. With ``CPVT_DET_WITHOUT=all`` in the environment, models s
 
 from torch import nn
 
+from cpvt_det.fast import layers
 from cpvt_det.fast.convolution import FastConv2d, FastConvNorm, FastRepVGGBlock
-from cpvt_det.fast.dropout import FastDropout
-from cpvt_det.fast.layers import (
-    FastAttention,
-    FastDecoderLayer,
-    FastDeformableAttention,
-    FastDeformableDecoderLayer,
-    FastDeformableEncoder,
-    FastDeformableEncoderLayer,
-    FastEncoder,
-    FastEncoderLayer,
-    FastLinear,
-)
+from cpvt_det.fast.layers import FastDropout
 from cpvt_det.fast.resnet import FastResNetBackbone
 from cpvt_det.layers.attention import Attention, DeformableAttention
 from cpvt_det.models.backbones.resnet import ResNetBackbone
@@ -39,17 +29,17 @@ class FastProjectionNeck(ProjectionNeck, FastConv2d):
 
 
 FASTER: dict[type[nn.Module], type[nn.Module]] = {
-    nn.Linear: FastLinear,
+    nn.Linear: layers.FastLinear,
     nn.Conv2d: FastConv2d,
     nn.Dropout: FastDropout,
-    Attention: FastAttention,
-    DeformableAttention: FastDeformableAttention,
-    EncoderLayer: FastEncoderLayer,
-    DecoderLayer: FastDecoderLayer,
-    DeformableEncoderLayer: FastDeformableEncoderLayer,
-    DeformableDecoderLayer: FastDeformableDecoderLayer,
-    Encoder: FastEncoder,
-    DeformableEncoder: FastDeformableEncoder,
+    Attention: layers.FastAttention,
+    DeformableAttention: layers.FastDeformableAttention,
+    EncoderLayer: layers.FastEncoderLayer,
+    DecoderLayer: layers.FastDecoderLayer,
+    DeformableEncoderLayer: layers.FastDeformableEncoderLayer,
+    DeformableDecoderLayer: layers.FastDeformableDecoderLayer,
+    Encoder: layers.FastEncoder,
+    DeformableEncoder: layers.FastDeformableEncoder,
     ConvNorm: FastConvNorm,
     RepVGGBlock: FastRepVGGBlock,
     ProjectionNeck: FastProjectionNeck,

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers, attention, transformer layers and encoders that use the kernels of this package and leave padded tokens out.
+"""Linear layers, dropout, attention, transformer layers and encoders that use the kernels of this package and leave padded tokens
+out.
 
 torch passes float32 matrix products to MKL, and convolutions to oneDNN. On AMD processors, MKL uses only AVX2, whereas oneDNN
 also uses AVX-512 and is about twice as fast. So on such processors, the product of a linear layer is written as a 1x1 convolution.
@@ -8,11 +9,15 @@ If AVX-512 runs in halves, products with gradients do not gain reliably.
 An encoder's layers process every token separately, except in attention, and attention ignores padded tokens. So the valid tokens
 do not depend on the padded tokens, which therefore need not be computed. The valid tokens of a padded batch are packed into one row
 for all images.
+
+Dropout takes less than half of torch's time on a CPU, because our own kernel draws the random numbers, from a seed that torch's
+generator gives. On other devices, in compiled and exported programs, and without numba, torch's dropout is used.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +25,6 @@ from torch import Tensor, nn
 from torchvision.ops import StochasticDepth
 
 from cpvt_det.common.structures import Levels, Size, has_padding
-from cpvt_det.fast.dropout import FastDropout, dropout
 from cpvt_det.layers.attention import Attention, DeformableAttention, Place
 from cpvt_det.models.deformable_detr import DeformableDecoderLayer, DeformableEncoder, DeformableEncoderLayer
 from cpvt_det.models.detr import DecoderLayer
@@ -34,6 +38,76 @@ SMALL_PRODUCT = 1 << 23  # number of multiplications below which a convolution's
 SMALL_IN_HALVES = 1 << 25  # the same where AVX-512 runs in halves
 LEAST_SAVING = 0.1
 """Share of padded tokens below which packing is not worth its loop over images."""
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+MOST_DROPOUT = 1 - 2**-17
+"""Smallest probability that the kernel's 16 bits round to 1, which would drop everything."""
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``F.linear``: (..., C) float, (C', C) and (C',) to (..., C')."""
+    if not routes.takes("linear", x) or x.numel() < SMALL or x.numel() * len(weight) < SMALL_PRODUCT:
+        return F.linear(x, weight, bias)
+    if routes.instructions() == routes.IN_HALVES and (torch.is_grad_enabled() or x.numel() * len(weight) < SMALL_IN_HALVES):
+        return F.linear(x, weight, bias)
+    rows = x.reshape(1, -1, 1, x.shape[-1]).permute(0, 3, 1, 2)  # (..., C) -> (1, C, rows, 1), channels last
+    out = F.conv2d(rows, weight[:, :, None, None], bias, dilation=2)  # dilated, as in convolution.py
+    return out.permute(0, 2, 3, 1).reshape(*x.shape[:-1], -1)
+
+
+class FastLinear(nn.Linear):
+    """``nn.Linear`` computed by :func:`linear`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., C) -> (..., C')."""
+        return linear(x, self.weight, self.bias)
+
+
+def dropout(x: Tensor, probability: float, training: bool = True, rectify: bool = False) -> Tensor:
+    """``F.dropout`` of ``x``, or of its ReLU.
+
+    Args:
+        x: float, of any shape.
+        probability: probability that an element becomes 0.
+        training: whether to drop elements at all.
+        rectify: whether to apply the ReLU first. Only the output is then stored for the backward pass.
+    """
+    is_for_kernel = training and routes.is_plain(x) and x.dtype in FLOATS and 0 < probability < MOST_DROPOUT
+    if is_for_kernel and routes.is_on("dropout") and _kernel() is not None:
+        return _KernelDropout.apply(x, probability, int(torch.randint(1 << 62, ())), rectify)
+    return F.dropout(F.relu(x) if rectify else x, probability, training)
+
+
+class FastDropout(nn.Dropout):
+    """``nn.Dropout`` computed by :func:`dropout`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Dropout of ``x``, of any shape."""
+        return dropout(x, self.p, self.training)
+
+
+class _KernelDropout(torch.autograd.Function):
+    """:func:`dropout` by the kernel. The backward pass draws the same bits again. After a ReLU, it uses the output as the mask
+    instead.
+    """
+
+    @staticmethod
+    def forward(ctx, x, probability, seed, rectify):
+        ctx.arguments = (probability, seed)
+        out = _kernel().drop(x, probability, seed, rectify)
+        ctx.save_for_backward(out if rectify else None)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        (out,) = ctx.saved_tensors
+        if out is None:
+            return _KernelDropout.apply(grad, *ctx.arguments, False), None, None, None
+        rectified = torch.ops.aten.threshold_backward(grad, out, 0)  # positive where the input was positive and kept
+        return rectified.mul_(_kernel().keep_scale(ctx.arguments[0])), None, None, None
+
+
+def _kernel() -> ModuleType | None:
+    return routes.find_kernels("cpvt_det.fast.dropout_numba")
 
 
 @dataclass(frozen=True)
@@ -83,25 +157,6 @@ class _Pack(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return grad.new_zeros(ctx.count, *grad.shape[1:]).index_copy_(0, *ctx.saved_tensors, grad), None
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear``: (..., C) float, (C', C) and (C',) to (..., C')."""
-    if not routes.takes("linear", x) or x.numel() < SMALL or x.numel() * len(weight) < SMALL_PRODUCT:
-        return F.linear(x, weight, bias)
-    if routes.instructions() == routes.IN_HALVES and (torch.is_grad_enabled() or x.numel() * len(weight) < SMALL_IN_HALVES):
-        return F.linear(x, weight, bias)
-    rows = x.reshape(1, -1, 1, x.shape[-1]).permute(0, 3, 1, 2)  # (..., C) -> (1, C, rows, 1), channels last
-    out = F.conv2d(rows, weight[:, :, None, None], bias, dilation=2)  # dilated, as in convolution.py
-    return out.permute(0, 2, 3, 1).reshape(*x.shape[:-1], -1)
-
-
-class FastLinear(nn.Linear):
-    """``nn.Linear`` computed by :func:`linear`."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., C) -> (..., C')."""
-        return linear(x, self.weight, self.bias)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0) -> Tensor:

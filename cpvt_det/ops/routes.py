@@ -34,7 +34,7 @@ ROUTES = {
 - ``pointwise`` (``fast/convolution.py``): 1x1 convolutions by oneDNN;
 - ``rows`` (``fast/convolution.py``): gradients of weights as products of rows;
 - ``winograd`` (``fast/convolution.py``): 3x3 convolutions with fewer multiplications;
-- ``dropout`` (``fast/dropout.py``): dropout by a kernel of our own;
+- ``dropout`` (``fast/layers.py``): dropout by a kernel of our own;
 - ``deformable`` (``ops/deformable_attention.py``): deformable attention by numba's kernel;
 - ``canvases`` (``fast/resnet.py``): a separate canvas for each image of a padded batch;
 - ``packing`` (``fast/layers.py``): encoders leave padded tokens out;
