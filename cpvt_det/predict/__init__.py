@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run a trained model, for detections with class names or for classes with scores."""
 
-from cpvt_det.predict.classes import ClassPredictor, ImageClasses
-from cpvt_det.predict.detections import ImageDetections
-from cpvt_det.predict.predictor import Predictor
+from cpvt_det.predict.detections import ImageClasses, ImageDetections
+from cpvt_det.predict.predictor import ClassPredictor, Predictor
 
 __all__ = ["ClassPredictor", "ImageClasses", "ImageDetections", "Predictor"]

@@ -19,10 +19,9 @@ from cpvt_det.common.files import write_json
 from cpvt_det.data.images import ImageHeader, read_image
 from cpvt_det.data.validation.check import look_at_files
 from cpvt_det.data.validation.issues import Issues
-from cpvt_det.predict.classes import ClassPredictor
 from cpvt_det.predict.detections import ImageDetections
 from cpvt_det.predict.films import FilmReader, FilmWriter, Tracks
-from cpvt_det.predict.predictor import Predictor
+from cpvt_det.predict.predictor import ClassPredictor, Predictor
 from cpvt_det.visualize.pictures import draw_objects
 
 LONGEST_JPEG = 65_500  # largest side in pixels, libjpeg's limit

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The detections of one image: boxes, scores and class names."""
+"""What is found in one image: the boxes, scores and class names of its detections, or the scores of its classes."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,10 @@ from cpvt_det.visualize.pictures import draw_objects
 
 if TYPE_CHECKING:
     import supervision
+
+
+BEST = 5
+"""Number of classes of an image that are shown and written by default."""
 
 
 @dataclass(repr=False)
@@ -95,3 +99,31 @@ class ImageDetections(Detections):
         Images whose short side is below 384 pixels are enlarged by a whole factor, so that the labels fit.
         """
         return draw_objects(self.image, self, self.classes.names)
+
+
+@dataclass(repr=False)
+class ImageClasses:
+    """The classes of one image.
+
+    Attributes:
+        scores: (K,) float32 in [0, 1], in the order of ``classes``; they sum to 1.
+        classes: ids and names of the classes.
+    """
+
+    scores: Tensor
+    classes: Classes
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{found['name']} {found['score']:.2f}" for found in self.best())
+        return f"<{shown}>"
+
+    @property
+    def name(self) -> str:
+        """The name of the best class."""
+        return self.classes.names[int(self.scores.argmax())]
+
+    def best(self, count: int = BEST) -> list[dict[str, Any]]:
+        """``name`` and ``score`` of the best classes, best first."""
+        found = self.scores.topk(min(count, len(self.scores)))
+        pairs = zip(found.indices.tolist(), found.values.tolist(), strict=True)
+        return [{"name": self.classes.names[label], "score": score} for label, score in pairs]

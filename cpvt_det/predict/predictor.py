@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trained detector that is called with images.
+"""A trained detector or classifier that is called with images.
 
 Decoding, resizing, batching, detector and post-processing are the same as in evaluation.
 """
@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from cpvt_det.builders import build_postprocessor, build_test_mapper, build_tiling, is_classifier
+from cpvt_det.builders import build_class_mapper, build_postprocessor, build_test_mapper, build_tiling, is_classifier
 from cpvt_det.checkpoint.exported import ExportedModel, load_model
 from cpvt_det.checkpoint.fetch import fetch_folder
 from cpvt_det.checkpoint.model_folder import save_model
@@ -23,10 +23,10 @@ from cpvt_det.common.class_names import Classes
 from cpvt_det.common.errors import ConfigError, DataError, RunStoppedError, WeightsError
 from cpvt_det.data.images import read_image, read_pillow
 from cpvt_det.data.mapper import Mapper
-from cpvt_det.evaluation.answers import PostProcessor, detect
+from cpvt_det.evaluation.answers import PostProcessor, classify, detect
 from cpvt_det.evaluation.thresholds import DEFAULT_THRESHOLD, Thresholds
 from cpvt_det.evaluation.tiles import Tiling, detect_tiles
-from cpvt_det.predict.detections import ImageDetections
+from cpvt_det.predict.detections import ImageClasses, ImageDetections
 from cpvt_det.predict.films import FilmReader
 
 ImageInput = str | os.PathLike[str] | Image.Image | np.ndarray | Tensor
@@ -283,6 +283,32 @@ class Predictor:
             source = os.path.expanduser(image) if isinstance(image, str | os.PathLike) else read
             found.append(ImageDetections(one.boxes_xyxy, one.scores, one.labels, self.classes, source))
         return found
+
+
+class ClassPredictor(Predictor):
+    """A trained classifier for images of any kind and size. It is called like a :class:`Predictor`, but returns
+    :class:`ImageClasses`.
+    """
+
+    @classmethod
+    def from_trained(cls, trained: Trained) -> "ClassPredictor":
+        """Make a predictor from a loaded classifier.
+
+        Raises:
+            ConfigError: a detector, or keys that cannot be used.
+        """
+        if not is_classifier(trained.cfg):
+            raise ConfigError(f"MODEL.META_ARCHITECTURE {trained.cfg.MODEL.META_ARCHITECTURE!r} is not a classifier; use Predictor")
+        return cls(trained.detector, None, build_class_mapper(trained.cfg), trained.classes, trained.cfg.dump())
+
+    def _predict_batch(
+        self, images: Sequence[ImageInput], pixels: list[Tensor], tiling: Tiling | None, batch_size: int
+    ) -> list[ImageClasses]:
+        """The classes of one batch; each element of ``pixels`` is a (3, H, W) uint8 tensor."""
+        if tiling is not None:
+            raise ValueError("tiles are for detectors, and this model is a classifier; leave them out")
+        found = classify(self.detector, [{"image": self.mapper.prepare(image)} for image in pixels])
+        return [ImageClasses(scores, self.classes) for scores in found]
 
 
 def read_input(image: ImageInput, channels: str | None = None) -> Tensor:
