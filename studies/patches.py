@@ -13,7 +13,7 @@ from torch import Tensor
 from cpvt_det.common.errors import BadInputError
 from cpvt_det.common.structures import Size
 from cpvt_det.models import VisionTransformer
-from cpvt_det.models.backbones import TransformerInTransformer
+from cpvt_det.models.backbones.tnt import TransformerInTransformer
 from cpvt_det.visualize.attention import AttentionByPosition, common_range, mean_attention
 from cpvt_det.visualize.figures import new_grid, save_figure
 from cpvt_det.visualize.position import NamedDetector

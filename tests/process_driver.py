@@ -74,7 +74,7 @@ def take_steps(folder, detector, spoilt):
             samples[3]["image"][0, 2, 2] = torch.nan
         own = samples[distributed.rank() * share : (distributed.rank() + 1) * share]
         record = step(own, iteration)
-        totals.append(distributed.all_reduce_mean(record["total_loss"]))
+        totals.append(distributed.all_reduce_sum(record["total_loss"]) / distributed.world_size())
         names = distributed.gather_objects(sorted(record))
         assert all(found == names[0] for found in names), names
     step.bad_steps.report()

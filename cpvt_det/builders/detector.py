@@ -7,6 +7,7 @@ from typing import Any
 from fvcore.common.config import CfgNode
 from torch import nn
 
+from cpvt_det import models
 from cpvt_det.builders.parts import (
     build_backbone,
     build_classification,
@@ -20,20 +21,6 @@ from cpvt_det.common.errors import ConfigError, UnknownNameError, config_errors
 from cpvt_det.common.registry import PartRegistry, options_of
 from cpvt_det.evaluation.answers import ClassScores, PostProcessor
 from cpvt_det.fast import accelerate
-from cpvt_det.models import (
-    DETR,
-    NECK_REGISTRY,
-    QUERY_REGISTRY,
-    Classifier,
-    DeformableDETR,
-    DeformableTransformer,
-    DistributionDecoder,
-    HybridEncoder,
-    HybridTransformer,
-    ImageModel,
-    RealTimeDETR,
-    Transformer,
-)
 from cpvt_det.models.deformable_detr import DeformableDecoder
 from cpvt_det.models.denoising import ContrastiveDenoising
 from cpvt_det.models.encoder import Encoder
@@ -50,7 +37,7 @@ keyword arguments of the detector's constructor. Its other keywords are options,
 :func:`register_detector`."""
 
 
-def register_detector(name: str, detector: type[ImageModel]) -> Callable:
+def register_detector(name: str, detector: type[models.ImageModel]) -> Callable:
     """Register a detector's class together with the decorated function, which reads the arguments of the class from the config.
 
     Args:
@@ -95,7 +82,7 @@ def detector_arguments(cfg: CfgNode, backbone: nn.Module | None = None) -> tuple
         return DETECTOR_REGISTRY.find(name).detector, arguments(cfg, backbone)
 
 
-@register_detector("CPVTDetr", DETR)
+@register_detector("CPVTDetr", models.DETR)
 def _detr_arguments(
     cfg: CfgNode, backbone: nn.Module | None, *, pre_norm: bool = False, decoder_position: str = "sine"
 ) -> dict[str, Any]:
@@ -110,7 +97,7 @@ def _detr_arguments(
         raise ConfigError(f"CPVTDetr uses one feature map, so MODEL.BACKBONE.STAGES must have one stage, got {list(stages)}")
     arguments = {
         **shared_arguments(cfg, backbone, num_levels=1),
-        "transformer": Transformer(**transformer_arguments(cfg), pre_norm=pre_norm),
+        "transformer": models.Transformer(**transformer_arguments(cfg), pre_norm=pre_norm),
     }
     if decoder_position not in ("sine", "same", "none"):
         raise UnknownNameError("MODEL.DETECTOR.DECODER_POSITION", decoder_position, ("sine", "same", "none"))
@@ -121,7 +108,7 @@ def _detr_arguments(
     return arguments
 
 
-@register_detector("CPVTDeformableDetr", DeformableDETR)
+@register_detector("CPVTDeformableDetr", models.DeformableDETR)
 def _deformable_detr_arguments(
     cfg: CfgNode,
     backbone: nn.Module | None,
@@ -157,7 +144,7 @@ def _deformable_detr_arguments(
         raise ConfigError("MODEL.DETECTOR.LOOK_FORWARD_TWICE needs box refinement: set MODEL.DETECTOR.BOX_REFINEMENT to True")
     return {
         **shared_arguments(cfg, backbone, num_levels, "proposals" if two_stage else "learned", box_refinement),
-        "transformer": DeformableTransformer(
+        "transformer": models.DeformableTransformer(
             **transformer_arguments(cfg),
             num_levels=num_levels,
             encoder_points=enc_points,
@@ -174,7 +161,7 @@ def _deformable_detr_arguments(
     }
 
 
-@register_detector("CPVTRealTimeDetr", RealTimeDETR)
+@register_detector("CPVTRealTimeDetr", models.RealTimeDETR)
 def _real_time_arguments(
     cfg: CfgNode,
     backbone: nn.Module | None,
@@ -226,18 +213,18 @@ def _real_time_arguments(
     layer = [detr.DEC_LAYERS, detr.HIDDEN_DIM, detr.NHEADS, detr.DIM_FEEDFORWARD, detr.DROPOUT, num_levels]
     layer += [points[0] if len(points) == 1 else tuple(points), implementation]
     if bins:
-        decoder = DistributionDecoder(*layer, num_bins=bins, scale=bin_scale, eval_layers=eval_layers)
+        decoder = models.DistributionDecoder(*layer, num_bins=bins, scale=bin_scale, eval_layers=eval_layers)
     else:
         decoder = DeformableDecoder(*layer, look_forward_twice=look_forward_twice, eval_layers=eval_layers)
-    hybrid = HybridEncoder(num_levels, width, detr.HIDDEN_DIM, encoder, fusion, expansion, depth, norm)
+    hybrid = models.HybridEncoder(num_levels, width, detr.HIDDEN_DIM, encoder, fusion, expansion, depth, norm)
     return {
         "neck": NormedNeck(backbone.channels, backbone.strides, width, norm),
         **shared_arguments(cfg, backbone, num_levels, "mixed", refines=True, encoder=(width, 1, ffn_channels)),
-        "transformer": HybridTransformer(hybrid, decoder),
+        "transformer": models.HybridTransformer(hybrid, decoder),
     }
 
 
-@register_detector("CPVTClassifier", Classifier)
+@register_detector("CPVTClassifier", models.Classifier)
 def _classifier_arguments(cfg: CfgNode, backbone: nn.Module | None) -> dict[str, Any]:
     num_classes, backbone = count_classes(cfg), backbone or build_backbone(cfg)
     return {
@@ -255,7 +242,7 @@ def is_classifier(cfg: CfgNode) -> bool:
     Raises:
         UnknownNameError: a name that is not registered.
     """
-    return issubclass(DETECTOR_REGISTRY.find(cfg.MODEL.META_ARCHITECTURE).detector, Classifier)
+    return issubclass(DETECTOR_REGISTRY.find(cfg.MODEL.META_ARCHITECTURE).detector, models.Classifier)
 
 
 def transformer_arguments(cfg: CfgNode) -> dict[str, Any]:
@@ -324,11 +311,13 @@ def shared_arguments(
     if options_of(cfg.MODEL.NECK) and not cfg.MODEL.NECK.NAME:
         raise ConfigError(f"MODEL.NECK has options ({', '.join(options_of(cfg.MODEL.NECK))}) but no name: set MODEL.NECK.NAME too")
     if cfg.MODEL.NECK.NAME:
-        arguments["neck"] = NECK_REGISTRY.build(cfg.MODEL.NECK.NAME, {**facts, "channels": width}, options_of(cfg.MODEL.NECK))
+        arguments["neck"] = models.NECK_REGISTRY.build(
+            cfg.MODEL.NECK.NAME, {**facts, "channels": width}, options_of(cfg.MODEL.NECK)
+        )
     source = cfg.MODEL.QUERIES.NAME or source
     if source in OF_PROPOSALS and classification.prior_probability is None:
         raise ConfigError(f"the query source {source!r} ranks proposals by sigmoid scores: {SIGMOIDS}")
-    arguments["queries"] = QUERY_REGISTRY.build(source, facts, _query_options(cfg, source, refines))
+    arguments["queries"] = models.QUERY_REGISTRY.build(source, facts, _query_options(cfg, source, refines))
     return arguments
 
 
@@ -343,7 +332,7 @@ def _query_options(cfg: CfgNode, source: str, refines: bool) -> dict[str, Any]:
     for key in ("refined_positions", "scaled_positions"):
         if options.get(key) and not refines:
             raise ConfigError(f"MODEL.QUERIES.{key.upper()} needs box refinement: set MODEL.DETECTOR.BOX_REFINEMENT to True")
-    if "denoising" in QUERY_REGISTRY.parameters(source) and options.keys() & {"denoising", "label_noise", "box_noise"}:
+    if "denoising" in models.QUERY_REGISTRY.parameters(source) and options.keys() & {"denoising", "label_noise", "box_noise"}:
         noise = {key: options.pop(key) for key in ("label_noise", "box_noise") if key in options}
         pairs = options.pop("denoising", 0)
         if noise and not pairs:

@@ -15,16 +15,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from cpvt_det.checkpoint.files import checksum_of, not_finite, read_checkpoint, write_checkpoint, write_line
-from cpvt_det.checkpoint.resume import (
-    NUMBERED,
-    RUN_ID,
-    TAG,
-    checkpoints_of,
-    choose_of_run,
-    choose_to_resume,
-    run_id_of,
-    wait_for,
-)
+from cpvt_det.checkpoint.resume import NUMBERED, RUN_ID, TAG, checkpoints_of, choose_of_run, choose_to_resume, run_id_of, wait_for
 from cpvt_det.common import distributed
 from cpvt_det.common.class_names import Classes
 from cpvt_det.common.errors import BadInputError, RunStoppedError, WeightsError

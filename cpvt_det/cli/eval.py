@@ -6,27 +6,17 @@ from pathlib import Path
 
 import click
 
-from cpvt_det.cli.train import (
-    RUN_CONTEXT,
-    allow_partial_option,
-    choose_runner,
-    device_of,
-    num_gpus_option,
-    run_config,
-    runner_options,
-    tiles_options,
-    tiles_overrides,
-)
+from cpvt_det.cli import train
 from cpvt_det.common.errors import BadInputError, WeightsError
 
 
-@click.command(context_settings=RUN_CONTEXT)
+@click.command(context_settings=train.RUN_CONTEXT)
 @click.argument("weights", metavar="WEIGHTS")
 @click.option("--config-file", default="", metavar="FILE", help="Path or name of a config.  [default: the one in WEIGHTS]")
-@num_gpus_option
-@runner_options
-@allow_partial_option
-@tiles_options
+@train.num_gpus_option
+@train.runner_options
+@train.allow_partial_option
+@train.tiles_options
 @click.option("--report", is_flag=True, help="Also write OUTPUT_DIR/report/: curves, confusion, thresholds, worst images.")
 @click.option("--sizes", default="", metavar="PIXELS,...", help="Evaluate at each of these test sizes, and write one table.")
 def eval(
@@ -61,12 +51,19 @@ def eval(
         raise BadInputError(f"--sizes {sizes!r} must be sides in pixels, such as 160,224,288")
     if words and report:
         raise BadInputError("--report works with one size only: leave out --sizes, and set the size in INPUT")
-    overrides = (*overrides, *tiles_overrides(tiles, overlap), "MODEL.WEIGHTS", weights)
+    overrides = (*overrides, *train.tiles_overrides(tiles, overlap), "MODEL.WEIGHTS", weights)
     overrides += ("TEST.REPORT", "True") if report else ()
     with tempfile.TemporaryDirectory() as folder:
         config_file = config_file or _config_in(weights, Path(folder))
-        options = (device_of(num_gpus), choose_runner(runner), False, True, allow_partial, [int(word) for word in words])
-        launch(run_config, num_gpus, config_file, overrides, *options)
+        options = (
+            train.device_of(num_gpus),
+            train.choose_runner(runner),
+            False,
+            True,
+            allow_partial,
+            [int(word) for word in words],
+        )
+        launch(train.run_config, num_gpus, config_file, overrides, *options)
 
 
 def _config_in(weights: str, folder: Path) -> str:

@@ -31,11 +31,6 @@ def all_reduce_sum(values: Tensor) -> Tensor:
     return values
 
 
-def all_reduce_mean(values: Tensor) -> Tensor:
-    """The elementwise mean of a tensor over all processes, without a gradient."""
-    return all_reduce_sum(values) / world_size()
-
-
 def all_reduce_max(value: float) -> float:
     """The largest value over all processes, exchanged on the host with gloo, even if gradients go through NCCL.
 

@@ -19,6 +19,7 @@ from cpvt_det.common.errors import ConfigError, DataError, UnknownNameError
 from cpvt_det.common.files import atomic_file
 from cpvt_det.data.catalog import DatasetFiles, registered_datasets
 from cpvt_det.data.coco import load_coco
+from cpvt_det.data.mapper import named
 
 
 def register_datasets(datasets: Iterable[DatasetFiles]) -> None:
@@ -60,8 +61,7 @@ def _read_foreign(files: DatasetFiles) -> list[dict]:
     for record in dataset.records:
         objects = zip(record.boxes_xyxy.tolist(), record.labels.tolist(), strict=True)
         annotations = [{"bbox": box, "bbox_mode": BoxMode.XYXY_ABS, "category_id": label, "iscrowd": 0} for box, label in objects]
-        image = {key: getattr(record, key) for key in ("file_name", "image_id", "height", "width")}
-        found.append({**image, "annotations": annotations})
+        found.append({**named(record), "annotations": annotations})
     return found
 
 

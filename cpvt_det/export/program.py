@@ -185,12 +185,7 @@ def require_packages(format: str, int8: bool = False) -> None:
 
 
 def write_program(
-    program: ExportedProgram,
-    format: str,
-    path: Path,
-    metadata: dict[str, Any],
-    half_precision: bool,
-    outputs: Sequence[str],
+    program: ExportedProgram, format: str, path: Path, metadata: dict[str, Any], half_precision: bool, outputs: Sequence[str]
 ) -> None:
     """Write a program.
 

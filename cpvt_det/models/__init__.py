@@ -3,7 +3,9 @@
 nor configs.
 """
 
-from cpvt_det.models.backbones import BACKBONE_REGISTRY, ResNetBackbone, VisionTransformer
+from cpvt_det.models.backbones import BACKBONE_REGISTRY
+from cpvt_det.models.backbones.resnet import ResNetBackbone
+from cpvt_det.models.backbones.vit import VisionTransformer
 from cpvt_det.models.box_queries import AnchorQueries, MixedQueries
 from cpvt_det.models.classifier import Classifier
 from cpvt_det.models.deformable_detr import DeformableDETR, DeformableTransformer

@@ -183,14 +183,7 @@ class DeformableDecoder(nn.Module):
         ValueError: no layer, or fewer layers than ``eval_layers``.
     """
 
-    def __init__(
-        self,
-        num_layers: int,
-        *layer,
-        look_forward_twice: bool = False,
-        final_norm: bool = False,
-        eval_layers: int = 0,
-    ):
+    def __init__(self, num_layers: int, *layer, look_forward_twice: bool = False, final_norm: bool = False, eval_layers: int = 0):
         super().__init__()
         self.eval_layers = layers_in_evaluation(num_layers, eval_layers)
         self.layers = nn.ModuleList(DeformableDecoderLayer(*layer) for _ in range(num_layers))

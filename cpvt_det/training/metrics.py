@@ -115,4 +115,5 @@ def step_means(records: Sequence[dict[str, Tensor]]) -> dict[str, float]:
     taken = (skipped == 0)[:, None]
     means = torch.where(taken, values, 0).sum(0) / taken.sum()  # NaN if all steps were skipped
     means[names.index("skipped")] = skipped.sum()
-    return dict(zip(names, distributed.all_reduce_mean(means).tolist(), strict=True))
+    means = distributed.all_reduce_sum(means) / distributed.world_size()
+    return dict(zip(names, means.tolist(), strict=True))

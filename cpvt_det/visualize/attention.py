@@ -13,19 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from cpvt_det.common.structures import Size
+from cpvt_det.visualize import recording
 from cpvt_det.visualize.figures import new_grid, save_figure
 from cpvt_det.visualize.pictures import hex_color
 from cpvt_det.visualize.position import NamedDetector, added_by
-from cpvt_det.visualize.recording import (
-    AttendedQuery,
-    ForwardRecord,
-    Point,
-    Samples,
-    attention_layers,
-    attention_weights,
-    record_inputs,
-    sampling_points,
-)
+from cpvt_det.visualize.recording import AttendedQuery, ForwardRecord, Point, Samples
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -119,9 +111,9 @@ def look(record: ForwardRecord, part: str, layer: int, chosen: list[int]) -> Ten
     attention, inputs = record.layers[part][layer], record.inputs[part, layer]
     with torch.no_grad():
         if record.is_dense:
-            return attention_weights(attention, *inputs, chosen=chosen).cpu()
+            return recording.attention_weights(attention, *inputs, chosen=chosen).cpu()
         queries, references, _, levels = inputs
-        samples = sampling_points(attention, queries[:, chosen], references[:, chosen], levels)
+        samples = recording.sampling_points(attention, queries[:, chosen], references[:, chosen], levels)
         return Samples(samples.locations.cpu(), samples.weights.cpu()), references[:, chosen].cpu()
 
 
@@ -221,7 +213,9 @@ class AttentionByPosition:
 
 def dense_models(models: Sequence[NamedDetector]) -> list[NamedDetector]:
     """The models whose encoder has layers and attends to all tokens."""
-    return [model for model in models if not model.detector.needs_references and attention_layers(model.detector)["encoder"]]
+    return [
+        model for model in models if not model.detector.needs_references and recording.attention_layers(model.detector)["encoder"]
+    ]
 
 
 def average_attention(detector: nn.Module, images: Sequence[Tensor], layer: int) -> AttentionByPosition:
@@ -232,7 +226,7 @@ def average_attention(detector: nn.Module, images: Sequence[Tensor], layer: int)
         images: (3, h, w) uint8 each, all of one size.
         layer: index of the layer; the last layer is used if the index is too high.
     """
-    layers = attention_layers(detector)["encoder"]
+    layers = recording.attention_layers(detector)["encoder"]
     layer = min(layer, len(layers) - 1)
     return mean_attention(detector, images, layer, layers[layer], detector.backbone.strides[-1])
 
@@ -255,9 +249,9 @@ def mean_attention(
     total = 0.0
     for image in images:
         batch = model.preprocess([image])
-        with record_inputs({"chosen": attention}) as inputs:
+        with recording.record_inputs({"chosen": attention}) as inputs:
             model(batch.images, batch.padding_mask)
-        total = total + attention_weights(attention, *inputs["chosen"])[0, :, special:, special:].mean(0)
+        total = total + recording.attention_weights(attention, *inputs["chosen"])[0, :, special:, special:].mean(0)
     shape = tuple(-(-side // stride) for side in batch.images.shape[2:])
     return AttentionByPosition(layer, (total / len(images)).view(*shape, *shape).cpu())
 

@@ -14,7 +14,7 @@ from cpvt_det.builders import build_detector
 from cpvt_det.cli.folder import folder_config
 from cpvt_det.common.structures import Targets
 from cpvt_det.data.shapes.dataset import draw_dataset
-from cpvt_det.models.backbones import ResNetBackbone
+from cpvt_det.models.backbones.resnet import ResNetBackbone
 from cpvt_det.training.tasks.task import build_task
 
 WORDS = "MODEL.BACKBONE.NAME resnet10 MODEL.BACKBONE.WIDTH 8 MODEL.BACKBONE.NORM GN MODEL.BACKBONE.FREEZE_AT 0"

@@ -7,7 +7,7 @@ from torch import nn
 
 from cpvt_det.common.structures import level_padding_mask
 from cpvt_det.fast.resnet import FastResNetBackbone, Part, in_parts, parts_of
-from cpvt_det.models.backbones import ResNetBackbone
+from cpvt_det.models.backbones.resnet import ResNetBackbone
 
 SIZES = ((96, 40), (50, 128), (90, 64))
 """Canvases of their own, in multiples of 32: 96x64, 64x128, 96x64; the batch's is 96x128."""

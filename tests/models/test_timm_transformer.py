@@ -11,7 +11,7 @@ from cpvt_det.builders import build_backbone, build_detector
 from cpvt_det.checkpoint.load import load_backbone_weights
 from cpvt_det.common.errors import ConfigError, UnknownNameError, WeightsError
 from cpvt_det.common.structures import PaddedBatch
-from cpvt_det.models.backbones import TimmTransformer
+from cpvt_det.models.backbones.timm_transformer import TimmTransformer
 
 timm = pytest.importorskip("timm")
 
