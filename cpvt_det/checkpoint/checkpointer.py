@@ -181,17 +181,13 @@ class RunCheckpointer(Checkpointer):
             raise RunStoppedError(f"the weights are not finite ({broken}) and are not saved; earlier checkpoints are unchanged")
         write_checkpoint({**content, "iteration": iteration}, folder / f"{name}.pth")
         if name != BEST:
-            self.tag_last_checkpoint(f"{name}.pth")
+            write_line(f"{name}.pth", folder / TAG)
             matches = (NUMBERED.match(path.stem) for path in folder.glob("model_*.pth"))
             paths = {int(match[1]): folder / f"{match[0]}.pth" for match in matches if match}
             # Checkpoints with higher numbers belong to an earlier run and must not be removed.
             for number in sorted((number for number in paths if number <= iteration), reverse=True)[self.keep :]:
                 for file in (checksum_of(paths[number]), paths[number]):
                     file.unlink(missing_ok=True)
-
-    def tag_last_checkpoint(self, last_filename_basename: str) -> None:
-        """Write ``last_checkpoint``, completely or not at all."""
-        write_line(last_filename_basename, Path(self.save_dir) / TAG)
 
     def begin(self, resume: bool) -> int:
         """Resume or start a run, and record it as the one that the folder belongs to.

@@ -48,15 +48,6 @@ def run_id_of(checkpoint: Mapping[str, Any]) -> str:
     return str(node.get("run_id", "")) if isinstance(node, Mapping) else ""
 
 
-def last_checkpoint(folder: str | Path) -> Path:
-    """The checkpoint from which a run in this folder would be resumed.
-
-    Raises:
-        WeightsError: a folder without such a checkpoint.
-    """
-    return choose_to_resume(folder)[0]
-
-
 def choose_to_resume(folder: str | Path) -> tuple[Path, dict[str, Any]]:
     """The undamaged checkpoint with the highest iteration of the run that the folder names, and its content.
 

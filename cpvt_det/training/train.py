@@ -15,7 +15,7 @@ from cpvt_det.builders.datasets import log_data
 from cpvt_det.checkpoint.checkpointer import BEST, BestSoFar, RunCheckpointer, RunState
 from cpvt_det.checkpoint.exported import is_exported, load_for_evaluation
 from cpvt_det.checkpoint.initial import load_initial_weights
-from cpvt_det.checkpoint.resume import FINAL, last_checkpoint
+from cpvt_det.checkpoint.resume import FINAL, choose_to_resume
 from cpvt_det.common import distributed
 from cpvt_det.common.errors import ConfigError
 from cpvt_det.common.registry import import_words
@@ -105,7 +105,7 @@ def evaluate_only(cfg: CfgNode, engine: Engine, resume: bool, allow_partial: boo
     task = build_task(cfg)
     tests = task.load_tests()
     if resume:
-        cfg.MODEL.WEIGHTS = str(last_checkpoint(cfg.OUTPUT_DIR))
+        cfg.MODEL.WEIGHTS = str(choose_to_resume(cfg.OUTPUT_DIR)[0])
     output = setup_run(cfg)
     engine.start(output)
     log_data(tests)

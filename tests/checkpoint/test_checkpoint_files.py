@@ -22,7 +22,7 @@ from test_checkpoint import Payload, detector, same
 from cpvt_det.checkpoint import load_weights
 from cpvt_det.checkpoint.checkpointer import BestSoFar, RunCheckpointer, RunState
 from cpvt_det.checkpoint.files import checksum_of, not_finite, read_checkpoint, write_checkpoint
-from cpvt_det.checkpoint.resume import last_checkpoint, wait_for
+from cpvt_det.checkpoint.resume import choose_to_resume, wait_for
 from cpvt_det.common.class_names import Classes
 from cpvt_det.common.errors import RunStoppedError, WeightsError
 from cpvt_det.config import changed_keys, get_cfg
@@ -182,7 +182,7 @@ def test_the_newest_whole_checkpoint_is_resumed_and_the_skipped_are_told(tmp_pat
         checksum_of(newest).write_text("0" * 64)
     else:
         newest.write_bytes(content[damage])
-    assert last_checkpoint(tmp_path).name == "model_0000003.pth"
+    assert choose_to_resume(tmp_path)[0].name == "model_0000003.pth"
     assert checkpointer(tmp_path).begin(resume=True) == 4
     assert "Skipped a checkpoint:" in caplog.text
     assert "model_0000007.pth: damaged" in caplog.text
@@ -263,7 +263,7 @@ def test_copies_are_ordered_by_iteration_whatever_times_they_bear(tmp_path):
     keeper.save("model_final", 3)
     for number, name in enumerate(("model_final.pth", "model_0000003.pth", "model_0000002.pth", "model_0000001.pth")):
         os.utime(tmp_path / name, (1e9 + number, 1e9 + number))
-    assert last_checkpoint(tmp_path).name == "model_0000003.pth"
+    assert choose_to_resume(tmp_path)[0].name == "model_0000003.pth"
     assert checkpointer(tmp_path).begin(resume=True) == 4
 
 

@@ -20,7 +20,7 @@ from nodes import wait_for
 
 from cpvt_det.checkpoint.checkpointer import RunCheckpointer, RunState
 from cpvt_det.checkpoint.files import read_checkpoint
-from cpvt_det.checkpoint.resume import checkpoints_of, last_checkpoint
+from cpvt_det.checkpoint.resume import checkpoints_of, choose_to_resume
 from cpvt_det.common.class_names import Classes
 from faults.records import keep
 
@@ -78,7 +78,7 @@ def kill(kills: int, folder: Path, seed: int = 0) -> Count:
         during += any(folder.glob(".*.tmp"))
         damaged += sum(map(_is_damaged, checkpoints_of(folder)))
         try:
-            checkpoint = read_checkpoint(last_checkpoint(folder))
+            checkpoint = read_checkpoint(choose_to_resume(folder)[0])
             weight = checkpoint["model"]["weight"]
             whole = bool((weight == checkpoint["iteration"]).all())
         except ValueError:
