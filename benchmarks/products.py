@@ -162,7 +162,7 @@ def _ways_of_convolution(kind: Kind, x: Tensor, weight: Tensor) -> Ways:
     if is_single:
         found["channels last, dilated"] = partial(F.conv2d, last, weight_last, dilation=2, **settings)
     ours = optional("winograd") or optional("convolution")  # older checkouts have a module of its own
-    if ours is not None and (weight.shape[2:], settings, kind.dilation) == ((3, 3), LIKE_WINOGRADS, (1, 1)):
+    if hasattr(ours, "convolve_3x3") and (weight.shape[2:], settings, kind.dilation) == ((3, 3), LIKE_WINOGRADS, (1, 1)):
         with contextlib.suppress(ImportError, AttributeError):  # its kernels need numba
             ours.convolve_3x3(last[:1], weight_last)
             found["winograd"] = partial(ours.convolve_3x3, last, weight_last)

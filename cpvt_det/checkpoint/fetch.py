@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Public weights by name, and how to fetch them to this machine, through huggingface_hub or, for other addresses, torch.hub.
+"""Public weights by name, and their download to this machine, through huggingface_hub or, for other addresses, torch.hub.
 
 ``configs/_starts.yaml`` lists addresses and hashes of the files, and the configs they belong to. A file gets its final name only
 after it has been checked. While one process fetches a file, others that need it wait. Importing this module fetches nothing.
@@ -127,7 +127,7 @@ def find_start(word: str | os.PathLike[str]) -> Start | None:
 
 def locate(word: str | os.PathLike[str]) -> Path:
     """The file or folder that a word stands for. The word is a path or, if nothing exists there, a name of public weights
-    (:func:`cpvt_det.checkpoint.fetch.starts`), a URL, or a repository on Hugging Face's hub, whose files are fetched.
+    (:func:`starts`), a URL, or a repository on Hugging Face's hub, whose files are fetched.
 
     Raises:
         WeightsError: files that cannot be fetched, or a word that is none of these.

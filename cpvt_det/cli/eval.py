@@ -55,15 +55,8 @@ def eval(
     overrides += ("TEST.REPORT", "True") if report else ()
     with tempfile.TemporaryDirectory() as folder:
         config_file = config_file or _config_in(weights, Path(folder))
-        options = (
-            train.device_of(num_gpus),
-            train.choose_runner(runner),
-            False,
-            True,
-            allow_partial,
-            [int(word) for word in words],
-        )
-        launch(train.run_config, num_gpus, config_file, overrides, *options)
+        options = (False, True, allow_partial, [int(word) for word in words])
+        launch(train.run_config, num_gpus, config_file, overrides, train.device_of(num_gpus), train.choose_runner(runner), *options)
 
 
 def _config_in(weights: str, folder: Path) -> str:

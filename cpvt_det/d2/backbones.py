@@ -167,7 +167,7 @@ def keep_padding_out(body: nn.Module, maps: Maps, divisor: int) -> None:
     except masking.InexactError:
         raise
     except Exception as error:  # from a network that accepts only one size; such errors have no common base class
-        raise masking.InexactError(f"it cannot be run on other canvas sizes: {first_line(error)}") from error
+        raise masking.InexactError(watch.reason or f"it cannot be run on other canvas sizes: {first_line(error)}") from error
     masking.treat(body, treatments)
 
 

@@ -46,12 +46,10 @@ inputs in place.
 
 MIN_SIDE = 1
 """Smallest side in pixels; a box that is clipped to a smaller side is removed."""
-COLOURS = ("ColorJitter", "GaussianBlur", "GaussianNoise", "JPEG", "RandomAdjustSharpness", "RandomAutocontrast")
 THIN = 2
-"""Smallest side of a corner in pixels, because torch 2.14 fails to resize to 1 x 1. A canvas that is less
-than two such corners wide or high is left unchanged."""
-
-
+"""Smallest side of a mosaic's corner in pixels, because torch 2.14 fails to resize to 1 x 1. A canvas that is less than two such
+corners wide or high is left unchanged."""
+COLOURS = ("ColorJitter", "GaussianBlur", "GaussianNoise", "JPEG", "RandomAdjustSharpness", "RandomAutocontrast")
 COLOURS += ("RandomChannelPermutation", "RandomEqualize", "RandomGrayscale", "RandomInvert", "RandomPhotometricDistort")
 COLOURS += ("RandomPosterize", "RandomSolarize")
 PLACES = ("CenterCrop", "Pad", "RandomAffine", "RandomCrop", "RandomPerspective", "RandomResizedCrop", "RandomRotation")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turn a record into a sample: decode the image and augment it, with boxes in pixels for a detector, with a label for a classifier.
+"""Turn a record into a sample: the decoded and augmented image, in training with boxes for a detector or a label for a classifier.
 
 Place in the pipeline: after ``data/coco.py``, before ``structures.PaddedBatch``.
 

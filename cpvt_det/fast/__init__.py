@@ -10,7 +10,6 @@ from torch import nn
 
 from cpvt_det.fast import layers
 from cpvt_det.fast.convolution import FastConv2d, FastConvNorm, FastRepVGGBlock
-from cpvt_det.fast.layers import FastDropout
 from cpvt_det.fast.resnet import FastResNetBackbone
 from cpvt_det.layers.attention import Attention, DeformableAttention
 from cpvt_det.models.backbones.resnet import ResNetBackbone
@@ -31,7 +30,7 @@ class FastProjectionNeck(ProjectionNeck, FastConv2d):
 FASTER: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: layers.FastLinear,
     nn.Conv2d: FastConv2d,
-    nn.Dropout: FastDropout,
+    nn.Dropout: layers.FastDropout,
     Attention: layers.FastAttention,
     DeformableAttention: layers.FastDeformableAttention,
     EncoderLayer: layers.FastEncoderLayer,

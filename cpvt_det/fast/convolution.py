@@ -3,7 +3,7 @@
 
 On one thread, torch passes 1x1 convolutions to MKL, unless they are strided or dilated. oneDNN is faster than MKL, most of all on
 AMD processors with AVX-512. So 1x1 convolutions are given a dilation here, which makes torch use oneDNN and does not change the
-result of a kernel of one cell. 3x3 convolutions of stride 1 are computed by Winograd's method.
+result of a kernel of one cell. Where it is faster, 3x3 convolutions of stride 1 are computed by Winograd's method.
 """
 
 from collections.abc import Sequence
@@ -165,7 +165,7 @@ def fits_winograd(
     if not (is_fit and is_whole):
         return False
     is_large = x[:, 0].numel() * weight.numel() >= SMALL_WINOGRAD or routes.instructions() != routes.IN_HALVES
-    return is_large and min(weight.shape[:2]) >= NARROW and _kernels() is not None
+    return is_large and min(weight.shape[:2]) >= NARROW and _winograd_kernels() is not None
 
 
 def convolve_3x3(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -193,7 +193,7 @@ class _Winograd(torch.autograd.Function):
     def forward(ctx, x, weight, bias):
         x = x.contiguous(memory_format=torch.channels_last)
         ctx.save_for_backward(x, weight)
-        return _kernels().convolve(x, weight, bias)
+        return _winograd_kernels().convolve(x, weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -202,13 +202,13 @@ class _Winograd(torch.autograd.Function):
         grad = grad.contiguous(memory_format=torch.channels_last)
         of_x = of_weight = of_bias = None
         if ctx.needs_input_grad[0]:
-            of_x = _kernels().convolve(grad, weight, None, turned=True)
+            of_x = _winograd_kernels().convolve(grad, weight, None, turned=True)
         if ctx.needs_input_grad[1]:
-            of_weight = _kernels().weight_gradient(x, grad)
+            of_weight = _winograd_kernels().weight_gradient(x, grad)
         if ctx.needs_input_grad[2]:
             of_bias = grad.sum((0, 2, 3))
         return of_x, of_weight, of_bias
 
 
-def _kernels() -> ModuleType | None:
+def _winograd_kernels() -> ModuleType | None:
     return routes.find_kernels("cpvt_det.fast.winograd_numba")

@@ -33,7 +33,7 @@ from cpvt_det.ops import routes
 from cpvt_det.ops.deformable_attention import ms_deform_attn
 from cpvt_det.position.encoding import PositionEncoding
 
-SMALL = 1 << 15  # numbers in the input; torch gives convolutions of smaller inputs to a slow kernel of its own
+SMALL_INPUT = 1 << 15  # numbers in the input; torch gives convolutions of smaller inputs to a slow kernel of its own
 SMALL_PRODUCT = 1 << 23  # number of multiplications below which a convolution's overhead outweighs the gain
 SMALL_IN_HALVES = 1 << 25  # the same where AVX-512 runs in halves
 LEAST_SAVING = 0.1
@@ -45,7 +45,7 @@ MOST_DROPOUT = 1 - 2**-17
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``F.linear``: (..., C) float, (C', C) and (C',) to (..., C')."""
-    if not routes.takes("linear", x) or x.numel() < SMALL or x.numel() * len(weight) < SMALL_PRODUCT:
+    if not routes.takes("linear", x) or x.numel() < SMALL_INPUT or x.numel() * len(weight) < SMALL_PRODUCT:
         return F.linear(x, weight, bias)
     if routes.instructions() == routes.IN_HALVES and (torch.is_grad_enabled() or x.numel() * len(weight) < SMALL_IN_HALVES):
         return F.linear(x, weight, bias)
@@ -72,7 +72,7 @@ def dropout(x: Tensor, probability: float, training: bool = True, rectify: bool 
         rectify: whether to apply the ReLU first. Only the output is then stored for the backward pass.
     """
     is_for_kernel = training and routes.is_plain(x) and x.dtype in FLOATS and 0 < probability < MOST_DROPOUT
-    if is_for_kernel and routes.is_on("dropout") and _kernel() is not None:
+    if is_for_kernel and routes.is_on("dropout") and _dropout_kernel() is not None:
         return _KernelDropout.apply(x, probability, int(torch.randint(1 << 62, ())), rectify)
     return F.dropout(F.relu(x) if rectify else x, probability, training)
 
@@ -93,7 +93,7 @@ class _KernelDropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, probability, seed, rectify):
         ctx.arguments = (probability, seed)
-        out = _kernel().drop(x, probability, seed, rectify)
+        out = _dropout_kernel().drop(x, probability, seed, rectify)
         ctx.save_for_backward(out if rectify else None)
         return out
 
@@ -103,10 +103,10 @@ class _KernelDropout(torch.autograd.Function):
         if out is None:
             return _KernelDropout.apply(grad, *ctx.arguments, False), None, None, None
         rectified = torch.ops.aten.threshold_backward(grad, out, 0)  # positive where the input was positive and kept
-        return rectified.mul_(_kernel().keep_scale(ctx.arguments[0])), None, None, None
+        return rectified.mul_(_dropout_kernel().keep_scale(ctx.arguments[0])), None, None, None
 
 
-def _kernel() -> ModuleType | None:
+def _dropout_kernel() -> ModuleType | None:
     return routes.find_kernels("cpvt_det.fast.dropout_numba")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loss of a detector, of matched pairs in all decoder layers at once, and that of a classifier.
+"""The loss of a detector, over matched pairs in all decoder layers at once, and the loss of a classifier.
 
 Place in the pipeline: after ``losses/matcher.py``, as the last step in training.
 """

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Named losses over matched pairs, and their registry.
 
-Two are D-FINE's, for the distributions that define boxes. The first pulls the distributions towards the object's sides, and the
-second pulls them towards the last layer's distributions. Source: arXiv 2410.13842, sections 4.1 and 4.2; the arithmetic is that of
-Peterande/D-FINE.
+``fgl`` and ``ddf`` are D-FINE's losses for the distributions that define boxes. The first pulls the distributions towards the
+object's sides, and the second pulls them towards the last layer's distributions. Source: arXiv 2410.13842, sections 4.1 and 4.2;
+the arithmetic is that of Peterande/D-FINE.
 """
 
 import functools

@@ -22,7 +22,6 @@ from cpvt_det.common.structures import Size
 from cpvt_det.ops import routes
 
 logger = logging.getLogger("cpvt_det")
-IMPLEMENTATIONS = ("auto", "numba", "triton", "eager", "export", "grid_sample")
 FUSED = {"numba": "cpu", "triton": "cuda"}  # fused implementation -> its device
 HALF = (torch.float16, torch.bfloat16)
 LevelShapes = list[tuple[int, int]]
@@ -253,6 +252,7 @@ def _corners(shape: torch.Size, level_shapes: LevelShapes, locations: Tensor, we
 PLAIN = {"eager": embedding_bag_attention, "export": gather_attention, "grid_sample": grid_sample_attention}
 """Implementations in pure PyTorch. The first two sum the four rows of ``value`` around each sample, weighted by distance; a row
 outside the map counts as zero. The third leaves this sum to torch's own operator."""
+IMPLEMENTATIONS = ("auto", *FUSED, *PLAIN)
 
 NAME = "cpvt_det::ms_deform_attn"
 INPUTS = "Tensor value, SymInt[] level_shapes, Tensor sampling_locations, Tensor attention_weights"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learned tables: DETR's, one of vectors for rows and one for columns, and DeiT's, with one vector per cell of a grid, which is
+"""Learned tables: DETR's two, with one vector per row and one per column, and DeiT's, with one vector per cell of a grid that is
 interpolated to each image's own grid."""
 
 from collections.abc import Sequence

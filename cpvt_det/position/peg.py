@@ -53,10 +53,7 @@ class PEGDetection(nn.Module):
         super().__init__()
         if channels < 1:
             raise ValueError(f"channels must be at least 1, got {channels}")
-        if kernel_size < 1 or kernel_size % 2 == 0:
-            raise ValueError(
-                f"kernel_size must be odd and at least 1, so that the kernel can be centred on a token; got {kernel_size}"
-            )
+        _require_odd(kernel_size)
         self.mask_input, self.plain = mask_input, plain
         self.conv = nn.Conv2d(channels, channels, kernel_size, padding=kernel_size // 2, groups=channels, bias=plain)
         self.norm = make_norm(norm, channels)
@@ -299,10 +296,7 @@ class FeedForwardPEGEncoding(PositionEncoding):
         zero_init: bool = False,
     ):
         super().__init__()
-        if kernel_size < 1 or kernel_size % 2 == 0:
-            raise ValueError(
-                f"kernel_size must be odd and at least 1, so that the kernel can be centred on a token; got {kernel_size}"
-            )
+        _require_odd(kernel_size)
         self.pegs = nn.ModuleList(
             nn.Conv2d(ffn_channels, ffn_channels, kernel_size, padding=kernel_size // 2, groups=ffn_channels)
             for _ in range(num_layers)
@@ -318,6 +312,11 @@ class FeedForwardPEGEncoding(PositionEncoding):
         return self.pegs[layer](hidden.unflatten(1, shape).permute(0, 3, 1, 2)).permute(0, 2, 3, 1).flatten(1, 2)
 
 
-register_position("peg_ffn")(FeedForwardPEGEncoding)
+def _require_odd(kernel_size: int) -> None:
+    if kernel_size < 1 or kernel_size % 2 == 0:
+        raise ValueError(f"kernel_size must be odd and at least 1, so that the kernel can be centred on a token; got {kernel_size}")
+
+
 register_position("peg")(PEGEncoding)
 register_position("peg_plain")(PlainPEGEncoding)
+register_position("peg_ffn")(FeedForwardPEGEncoding)

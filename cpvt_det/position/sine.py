@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DETR's sine encoding, Deformable-DETR's version, which is shifted by half a cell, and RT-DETR's, with the variant of it that most
-public code computes. RT-DETR's two differ on maps that are not square."""
+"""Sine encodings: DETR's; Deformable-DETR's, which is shifted by half a cell; RT-DETR's; and the variant of RT-DETR's that most
+public code computes, which differs on maps that are not square."""
 
 import functools
 import math

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is found in one image: the boxes, scores and class names of its detections, or the scores of its classes."""
+"""The results for one image: boxes, scores and class names of its detections, or the scores of its classes."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What moves the weights: parameter groups for AdamW, the schedule of the learning rate, and the moving average of the weights."""
+"""Parameter groups for AdamW, the schedule of the learning rate, and the moving average of the weights."""
 
 import math
 import re

@@ -32,11 +32,11 @@ FEW = 3  # number of detections that are drawn if none passes the threshold
 GAP = 8  # white pixels between pictures
 SHEET_WIDTH = 1600  # pixels: width of a sheet of comparisons, chosen so that labels are readable when it fills a screen
 SHEET_HEIGHT = 640  # pixels: largest height of an image on a sheet
+INPUT_COLUMNS = 4  # pictures per row on a sheet of inputs
+STRIPE = 12  # width of the padding's stripes in pixels
 
 Color = tuple[int, int, int]
 Corners = tuple[int, int, int, int]
-COLUMNS = 4  # of a sheet of inputs
-STRIPE = 12  # width of the padding's stripes in pixels
 
 
 class Compared(NamedTuple):
@@ -287,7 +287,7 @@ def draw_batches(
         if len(panels) == count:
             break
     try:
-        save_contact_sheet(panels, path, COLUMNS)
+        save_contact_sheet(panels, path, INPUT_COLUMNS)
     except OSError as error:
         raise BadInputError(f"cannot write {path}: {error.strerror}; give another --output") from error
     return len(panels)

@@ -207,11 +207,11 @@ def test_an_option_changes_its_transformer_backbone(backbone):
         (
             {**SINE, "MODEL__POSITION__KERNEL_SIZE": 7},
             "unknown option of position encoding 'sine' 'kernel_size'; known: normalize, offset, temperature; it belongs to "
-            "peg_ffn, peg, peg_plain",
+            "peg, peg_plain, peg_ffn",
         ),
         (
             {"MODEL__POSITION__NAME": "sine+peg", "MODEL__POSITION__ZERO_INIT": True},
-            "unknown option of position encoding 'sine+peg' 'zero_init'; known: peg, sine; it belongs to peg_ffn, peg, peg_plain",
+            "unknown option of position encoding 'sine+peg' 'zero_init'; known: peg, sine; it belongs to peg, peg_plain, peg_ffn",
         ),
         (
             {"MODEL__POSITION__NAME": "sine+peg", "MODEL__POSITION__PEG__ZERO": True},

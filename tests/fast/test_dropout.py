@@ -120,7 +120,7 @@ def test_elsewhere_it_is_torch_s(monkeypatch):
     assert dropout(torch.ones(3, device="meta"), 0.1).shape == (3,)
     program = torch.export.export(nn.Sequential(FastDropout(0.1)).train(), (torch.ones(3, 4),))
     assert any("dropout" in str(node.target) for node in program.graph.nodes)
-    monkeypatch.setattr(layers, "_kernel", lambda: None)
+    monkeypatch.setattr(layers, "_dropout_kernel", lambda: None)
     found = []
     for call in (dropout, F.dropout):
         torch.manual_seed(0)

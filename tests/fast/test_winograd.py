@@ -133,7 +133,7 @@ def test_other_convolutions_are_torch_s(form, monkeypatch):
     assert not convolution.fits_winograd(x[:, :16], torch.ones(64, 16, 3, 3), (1, 1), (1, 1), (1, 1), 1)
     assert not convolution.fits_winograd(x, weight.double(), (1, 1), (1, 1), (1, 1), 1)
     assert not convolution.fits_winograd(x, torch.ones(16, 64, 3, 3), (1, 1), (1, 1), (1, 1), 1)
-    monkeypatch.setattr(convolution, "_kernels", lambda: None)  # numba is not there
+    monkeypatch.setattr(convolution, "_winograd_kernels", lambda: None)  # numba is not there
     assert not convolution.fits_winograd(x, weight, (1, 1), (1, 1), (1, 1), 1)
 
 

@@ -95,7 +95,7 @@ CASES = [
         lambda folder: call_on(
             draw(folder / "data", lambda _: None), "train", MODEL__POSITION__NAME="sine", MODEL__POSITION__KERNEL_SIZE=7
         ),
-        "unknown option of position encoding 'sine' 'kernel_size'; known: normalize, offset, temperature; it belongs to peg_ffn, ",
+        "unknown option of position encoding 'sine' 'kernel_size'; known: normalize, offset, temperature; it belongs to peg, ",
         guard=Cut("common/registry.py", "if option not in accepted:", "if False:"),
     ),
     Case(

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The padding kept out of any network: each treatment is needed, and the probe refuses what looks at the padding all the same."""
 
-from functools import partial
-
 import pytest
 import torch
 from torch import nn
@@ -15,8 +13,6 @@ from cpvt_det.models.backbones.masking import (
     InexactError,
     Treatment,
     ValidCells,
-    channels_second,
-    kind_of,
     of_batch,
     probe,
     treat,
@@ -122,17 +118,12 @@ def network_with(part):
 
 def try_out(network):
     """The treatments that the probe adds to those of known types."""
-    images, canvas, seen = torch.randn(2, 3, 2 * DIVISOR, DIVISOR, dtype=torch.float64), (2 * DIVISOR, DIVISOR), []
-
-    def see(name, module, args, out):
-        seen.append(Treatment(name, kind_of(module), *(Grid.of(canvas, channels_second(module, x)) for x in (args[0], out))))
-
-    handles = [module.register_forward_hook(partial(see, name)) for name, module in network.named_modules() if kind_of(module)]
+    images, watch = torch.randn(2, 3, 2 * DIVISOR, DIVISOR, dtype=torch.float64), masking.Watch(network, (2 * DIVISOR, DIVISOR))
     with torch.no_grad(), unsettle(network):
         network(images)
-    for handle in handles:
-        handle.remove()
-    return probe(network, lambda x: [network(x)], seen, DIVISOR)
+    treatments = watch.treatments()
+    assert not watch.reason
+    return probe(network, lambda x: [network(x)], treatments, DIVISOR)
 
 
 @pytest.mark.parametrize("name", NEEDED)
@@ -151,6 +142,28 @@ def test_every_treatment_is_enough_and_needed(name, monkeypatch):
         monkeypatch.setattr(masking, "COUNTING", ())
     with pytest.raises(InexactError, match="changes with the padding"):
         try_out(network_with(NEEDED[name]))
+
+
+class Twice(nn.Module):
+    """One convolution, used twice at the same stride."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolution = nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, x):
+        return self.convolution(self.convolution(x).relu())
+
+
+def test_a_module_may_be_used_twice_at_one_stride_but_not_at_two():
+    try_out(network_with(Twice))
+    network = network_with(Twice)
+    network[3] = nn.Sequential(nn.AvgPool2d(2), network[2].convolution)
+    watch = masking.Watch(network, (2 * DIVISOR, DIVISOR))
+    with torch.no_grad():
+        network(torch.randn(2, 3, 2 * DIVISOR, DIVISOR, dtype=torch.float64))
+    watch.treatments()
+    assert watch.reason == "2.convolution is used at several strides"
 
 
 @pytest.mark.parametrize(

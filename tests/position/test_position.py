@@ -380,7 +380,7 @@ def test_unknown_name_lists_the_known():
 
 def test_unknown_option_lists_the_encoding_s_own():
     with pytest.raises(
-        UnknownNameError, match=r"'learned' 'kernel_size'.*known: table_size; it belongs to peg_ffn, peg, peg_plain"
+        UnknownNameError, match=r"'learned' 'kernel_size'.*known: table_size; it belongs to peg, peg_plain, peg_ffn"
     ):
         build_position("learned", 16, kernel_size=3)
 

@@ -31,6 +31,7 @@ from cpvt_det.data.text import composed, ends_of, read_lines, read_xml
 from cpvt_det.data.validation.rules import FAULT
 
 SIDES = ("xmin", "ymin", "xmax", "ymax")
+"""Tags of Pascal VOC for the sides of a box."""
 SHAPES: dict[str, tuple[Sequence[str], Callable[[Sequence[float], float], list[float]]]] = {
     "box": (("xtl", "ytl", "xbr", "ybr"), lambda numbers, angle: around_corners(*numbers, angle)),
     "polygon": (("points",), lambda numbers, angle: around_points(numbers[::2], numbers[1::2])),
@@ -103,7 +104,7 @@ def read_voc(folder: Path, split: str) -> Sections:
                 continue
             name = _name(element)
             source = f"{path}, object {number} ({name!r})"
-            annotation = {"image_id": image_id, "category_id": ids.get(name, -1), "source": source, **_box(element, first)}
+            annotation = {"image_id": image_id, "category_id": ids.get(name, -1), "source": source, **_voc_box(element, first)}
             annotation["iscrowd"] = int(element.findtext("difficult", "0").strip() == "1")
             if name not in ids:
                 annotation[FAULT] = ["objects of unknown classes", f"<name> is {name!r}" + "; classes.txt lacks it" * bool(name)]
@@ -143,7 +144,7 @@ def _listed(folder: Path, path: Path, line: str, names: Names) -> Path:
     raise DataError(f"{path} contains {whole!r}, but no XML file below {folder} has this name")
 
 
-def _box(element: ET.Element, first: int) -> dict[str, Any]:
+def _voc_box(element: ET.Element, first: int) -> dict[str, Any]:
     """An object's box as in COCO, with coordinates from 0, or its fault."""
     box, rotated, polygon = (element.find(tag) for tag in ("bndbox", "robndbox", "polygon"))
     try:
@@ -204,7 +205,7 @@ def read_cvat_files(listing: Listing, trees: Mapping[Path, ET.Element]) -> Secti
             images.append(names.entry(image.get("name", ""), path))
             for number, shape in enumerate((shape for tag in SHAPES for shape in image.iterfind(tag)), start=1):
                 name = composed(shape.get("label", "").strip())
-                found = _shape_box(shape) if name else {FAULT: ["shapes without a label", f"<{shape.tag}> has no label"]}
+                found = _cvat_box(shape) if name else {FAULT: ["shapes without a label", f"<{shape.tag}> has no label"]}
                 source = f"{path}, image {image.get('name')!r}, shape {number}"
                 annotations.append({"image_id": len(images), "category_id": name, "source": source, **found})
     labels |= {annotation["category_id"]: None for annotation in annotations if FAULT not in annotation}
@@ -221,7 +222,7 @@ def skipped_shapes(trees: Mapping[Path, ET.Element]) -> list[str]:
     return [f"not read: {number} annotations of the kind {tag!r}, which have no box" for tag, number in sorted(counts.items())]
 
 
-def _shape_box(shape: ET.Element) -> dict[str, Any]:
+def _cvat_box(shape: ET.Element) -> dict[str, Any]:
     """The COCO annotation of a shape, with its box or its fault."""
     attributes, box_around = SHAPES[shape.tag]
     words = [word for name in attributes for word in re.split("[,;]", shape.get(name, ""))]
