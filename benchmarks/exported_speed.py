@@ -49,7 +49,7 @@ def detect(path: str, trained: Trained, images: list[Tensor]) -> Callable[[], An
     """One call for every image, pixels to decoded boxes."""
     model = trained.detector
     batches = [model.preprocess([image]) for image in images]
-    decode = (lambda answers: answers) if is_exported(path) else builders.build_decoder(trained.cfg).decode
+    decode = (lambda answers: answers) if is_exported(path) else builders.build_output_decoder(trained.cfg).decode
 
     def call() -> None:
         with torch.inference_mode():

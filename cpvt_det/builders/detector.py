@@ -358,7 +358,7 @@ def build_postprocessor(cfg: CfgNode) -> PostProcessor:
         return PostProcessor(build_classification(cfg), cfg.TEST.DETECTIONS_PER_IMAGE, cfg.TEST.NMS)
 
 
-def build_decoder(cfg: CfgNode) -> PostProcessor | ClassScores:
+def build_output_decoder(cfg: CfgNode) -> PostProcessor | ClassScores:
     """Build the object that decodes a model's outputs: :class:`ClassScores` for a classifier, otherwise the result of
     :func:`build_postprocessor`."""
     return ClassScores() if is_classifier(cfg) else build_postprocessor(cfg)

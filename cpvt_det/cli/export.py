@@ -109,7 +109,7 @@ def export(
     images = _calibration_images(trained) if int8 else None
     tests = build_task(trained.cfg).load_tests() if int8 or max_loss is not None else []
     canvas = check.traced_canvas(detector, *_fixed(names, batch, size, detector))
-    postprocess = builders.build_decoder(trained.cfg)
+    postprocess = builders.build_output_decoder(trained.cfg)
     module = program.ExportModule(program.prepare(detector, sampling), postprocess, half and format != "openvino")
     if names:
         click.echo(

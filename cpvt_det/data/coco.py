@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turn COCO JSON into records, which hold the boxes to learn for each image, and into the ground truth for evaluation.
 
-This is the start of the data pipeline; ``data/mapper.py`` comes next. Other formats are read by ``data/formats/``. Boxes that are
-left out of the records are also left out of the ground truth; ``data/validation/rules.py`` defines which ones.
+This is the start of the data pipeline: ``data/validation/check.py`` calls :func:`read_coco`, and ``data/loader.py`` passes records
+to ``data/mapper.py``. Other formats are read by ``data/formats/``. Boxes that are left out of the records are also left out of the
+ground truth; ``data/validation/rules.py`` defines which ones.
 """
 
 import hashlib

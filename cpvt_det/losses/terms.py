@@ -31,7 +31,7 @@ class Normalizers:
         boxes: divisor of the box losses.
         classes: divisor of the class loss.
         queries: numbers of a layer's queries with and without an object, divided by the number of processes. ``None`` if queries
-            are counted in this batch only, as is done for denoising queries.
+            are counted in this batch only, as is done for proposals, hybrid and denoising queries.
     """
 
     boxes: Tensor

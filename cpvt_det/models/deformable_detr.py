@@ -207,7 +207,9 @@ class DeformableDecoder(nn.Module):
         references = start = queries.references  # the places where a layer looks, and the boxes that it corrects
         for index, layer in enumerate(self.layers if self.training else self.layers[: self.eval_layers]):
             if index and heads.refine:
-                # Boxes come from queries without the final norm. With ``twice``, the loss of this layer also trains the one before.
+                # With ``twice``, the loss of this layer also trains the boxes of the layer before, but none earlier: they are
+                # computed again from detached ``references``, since those in ``outputs`` would pass the gradient on. With a final
+                # norm they are computed again too, because those in ``outputs`` come from normed queries.
                 twice = self.look_forward_twice and self.training
                 start = heads.boxes(decoded, references, index - 1) if self.final_norm or twice else outputs[-1].boxes
                 references = start.detach()
@@ -311,8 +313,9 @@ class DeformableDETR(Detector):
         prior_probability: initial probability of every class if sigmoids are used; ``None`` for softmax.
         pixel_mean, pixel_std: mean and standard deviation per channel, in pixel values from 0 to 255.
         frozen: names of parts that are not trained, as in :meth:`Detector.freeze`.
-        neck: user-defined neck; ``None`` for :class:`MultiLevelNeck`.
-        queries: user-defined query source; ``None`` for :class:`LearnedQueries`, or :class:`ProposedQueries` for two stages.
+        neck: neck; ``None`` for :class:`MultiLevelNeck`.
+        queries: query source, which the builder chooses by ``MODEL.QUERIES.NAME``; ``None`` for :class:`LearnedQueries`, or
+            :class:`ProposedQueries` for two stages.
 
     Raises:
         UnknownNameError: a name in ``frozen`` that matches no part.

@@ -88,6 +88,7 @@ class Detector(ImageModel):
 
     def forward(self, images: Tensor, padding_mask: Tensor, targets: Sequence[Targets] | None = None) -> Predictions:
         """Detect objects.
+
         Args:
             images: (B, 3, H, W) float, normalised; values under the padding do not matter.
             padding_mask: (B, H, W) bool, True = padded.

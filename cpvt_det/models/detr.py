@@ -179,8 +179,8 @@ class DETR(Detector):
         prior_probability: initial probability of every class if sigmoids are used; ``None`` for softmax.
         pixel_mean, pixel_std: mean and standard deviation per channel, in pixel values from 0 to 255.
         frozen: names of parts that are not trained, as in :meth:`Detector.freeze`.
-        neck: user-defined neck; ``None`` for :class:`ProjectionNeck`.
-        queries: user-defined query source; ``None`` for :class:`QueryEmbedding`.
+        neck: neck; ``None`` for :class:`ProjectionNeck`.
+        queries: query source, which the builder chooses by ``MODEL.QUERIES.NAME``; ``None`` for :class:`QueryEmbedding`.
 
     Raises:
         UnknownNameError: a name in ``frozen`` that matches no part.

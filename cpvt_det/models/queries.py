@@ -323,6 +323,7 @@ def _pick(values: Tensor, tokens: Tensor) -> Tensor:
 
 def at_least_one(num_queries: int) -> int:
     """Return the number of queries, if it is at least 1.
+
     Raises:
         ValueError: a number below 1.
     """

@@ -45,6 +45,7 @@ class BatchMixing:
 
     def __call__(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Mix the images of a batch.
+
         Args:
             images: (B, 3, h, w) float, of one size, without padding.
             labels: (B,) int64.

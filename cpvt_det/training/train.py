@@ -167,7 +167,8 @@ def train(cfg: CfgNode, engine: Engine, resume: bool, callbacks: Sequence[Callba
             batches = writer.timed(guard.batches(loader))
 
             def take_step(iteration: int) -> dict[str, float]:
-                scalars = writer.put(iteration, step(next(batches), iteration), step.lr)
+                losses = step(next(batches), iteration)
+                scalars = writer.put(iteration, losses, step.lr)
                 if scalars:
                     calls.step(iteration, scalars)
                 guard.after_step(iteration)

@@ -153,10 +153,10 @@ def test_a_program_without_a_mask_takes_images_alone_and_stretches_them(tmp_path
     assert batch.images.shape == (2, 3, 64, 96) and not batch.padding_mask.any()
     stretched = [F.interpolate(image[None].float(), (64, 96), mode="bilinear", antialias=True)[0] for image in images]
     assert torch.equal(batch.images, torch.stack(stretched))
-    found = builders.build_decoder(original.cfg).decode(model.detector(batch.images, batch.padding_mask))
+    found = builders.build_output_decoder(original.cfg).decode(model.detector(batch.images, batch.padding_mask))
     prepared = original.detector.preprocess(stretched)
     with torch.no_grad():
-        expected = builders.build_decoder(original.cfg).decode(original.detector(prepared.images, prepared.padding_mask))
+        expected = builders.build_output_decoder(original.cfg).decode(original.detector(prepared.images, prepared.padding_mask))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
 
