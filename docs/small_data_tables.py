@@ -169,7 +169,7 @@ def _detector(record: Record) -> str:
     if "chosen" not in record:
         return ", ".join(["FCOS", *filter(None, [record.get("label")])])
     model = record["chosen"]["MODEL"]
-    ours = "D-FINE" if model["META_ARCHITECTURE"] == "CPVTRealTimeDetr" else "ours"
+    ours = "D-FINE" if model.get("META_ARCHITECTURE") == "CPVTRealTimeDetr" else "ours"
     return f"{ours}, from {'the starter' if model.get('WEIGHTS') else 'ImageNet'}"
 
 

@@ -155,3 +155,9 @@ def test_a_peer_stands_below_the_runs_of_its_budget(tmp_path, monkeypatch):
     write_record(tmp_path, "aquarium", 0, 16.0, label="starter", chosen=chosen)
     assert [row[4] for row in tables.peers()[1:4]] == ["FCOS", "ours, from ImageNet", "ours, from the starter"]
     assert tables.peers()[3][7:] == ["16.0", "32.0", "1"]
+    chosen = {
+        "MODEL": {"META_ARCHITECTURE": "CPVTRealTimeDetr", "POSITION": {"NAME": "sine_grid"}},
+        "INPUT": {"MIN_SIZE_TEST": 240},
+    }
+    write_record(tmp_path, "aquarium", 0, 17.0, label="dfine", chosen=chosen)
+    assert [row[4] for row in tables.peers()[1:4]] == ["FCOS", "D-FINE, from ImageNet", "ours, from ImageNet"]

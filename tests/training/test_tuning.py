@@ -178,7 +178,7 @@ def test_without_timm_a_run_does_not_start_from_it_and_says_so(monkeypatch):
 )
 def test_data_that_it_does_not_suit_are_for_a_new_detector_unless_the_user_names_it(monkeypatch, changed, said):
     monkeypatch.setattr(choose, "measure", lambda cfg, datasets, processes: Pace(0.2, 0.1))
-    monkeypatch.setattr(choose, "describe_data", lambda *records: replace(CELLS, **changed))
+    monkeypatch.setattr("cpvt_det.training.recipe.describe_data", lambda *records: replace(CELLS, **changed))
     monkeypatch.setattr(choose, "_refuse_early", lambda *words: None)
     data = SimpleNamespace(classes=Classes((1,), ("cell",)), records=[])
 
