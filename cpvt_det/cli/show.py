@@ -2,7 +2,6 @@
 """``cpvt-det show``: pictures of what happens inside a detector. The drawing is in ``cpvt_det/visualize/``."""
 
 import re
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import click
@@ -16,12 +15,10 @@ from cpvt_det.common.errors import BadInputError
 from cpvt_det.common.structures import Size
 from cpvt_det.config import load_cfg
 from cpvt_det.data.images import read_image
-from cpvt_det.data.mapper import Sample
-from cpvt_det.data.records import ImageRecord
 from cpvt_det.models import Detector
 from cpvt_det.solver.step import split_samples
 from cpvt_det.training.setup import choose_seed
-from cpvt_det.training.tasks import Task, build_task
+from cpvt_det.training.tasks import build_task
 from cpvt_det.visualize.attention import dense_models, draw_attention, draw_attention_by_position
 from cpvt_det.visualize.pictures import draw_batches
 from cpvt_det.visualize.position import NamedDetector, draw_added, draw_kernels, images_of_size
@@ -151,18 +148,15 @@ def data(config_file: str, runner: str, overrides: tuple[str, ...], output: Path
     detector = build_any(cfg, runner)
     classes, records = datasets[0].classes, task.training_records(datasets)
     cfg.SEED = choose_seed(cfg)
-    for name, batches, known in [("train", _parts(task, records), records)] + [
+    loader = task.build_train_loader(records, cfg.SEED)
+    # Images that go through the model together are those of one of the parts into which SOLVER.ACCUMULATE divides a batch.
+    parts = (part for samples in loader for part in split_samples(samples, max(1, cfg.SOLVER.ACCUMULATE)))
+    for name, batches, known in [("train", parts, records)] + [
         (dataset.name, task.build_test_loader(dataset), dataset.records) for dataset in tests
     ]:
         path = output / f"{name}.png"
         drawn = draw_batches(batches, {record.image_id: record for record in known}, detector, classes, count, path)
         click.echo(f"{path}: {drawn} of {len(known)} images")
-
-
-def _parts(task: Task, records: Sequence[ImageRecord]) -> Iterator[list[Sample]]:
-    """The parts into which ``SOLVER.ACCUMULATE`` divides training batches; the images of a part go through the model together."""
-    for samples in task.build_train_loader(records, task.cfg.SEED):
-        yield from split_samples(samples, max(1, task.cfg.SOLVER.ACCUMULATE))
 
 
 def _model(name: str, config_file: str) -> NamedDetector:

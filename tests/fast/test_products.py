@@ -29,7 +29,7 @@ def library(request, monkeypatch):
     monkeypatch.setattr(routes, "is_on", lambda route: route in request.param)
     for module in (layers, convolution_module):
         monkeypatch.setattr(module, "SMALL_PRODUCT", 0)
-    monkeypatch.setattr(layers, "SMALL", 0)
+    monkeypatch.setattr(layers, "SMALL_INPUT", 0)
     monkeypatch.setattr(convolution_module, "SMALL_WINOGRAD", 0)
     return request.param
 

@@ -14,7 +14,7 @@ from cpvt_det.cli import main
 
 PACKAGE = ROOT / "cpvt_det"
 CEILINGS = {
-    "code lines": 19_994,
+    "code lines": 19_980,
     "code lines of data/": 3_629,
     "files": 199,
     "functions": 1_861,
