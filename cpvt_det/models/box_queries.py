@@ -45,7 +45,7 @@ class BoxPositions:
         self.position_sines = position_sines
         self.query_scale = MLP(channels, channels, channels) if scaled_positions else None
 
-    def place(self, boxes: Tensor, decoded: Tensor | None = None) -> Tensor:
+    def embed_boxes(self, boxes: Tensor, decoded: Tensor | None = None) -> Tensor:
         """Compute the positions of queries.
 
         Args:
@@ -99,9 +99,11 @@ class AnchorQueries(BoxPositions, nn.Module):
         batch = memory.shape[0]  # not len, which would become a constant in an exported program
         with without_autocast(memory):
             boxes = full_precision(self.refpoint_embed.weight).sigmoid().expand(batch, -1, -1)
-        queries = Queries(self.query_embed.weight.expand(batch, -1, -1), self.place(boxes), boxes, place=self.place)
+        queries = Queries(
+            self.query_embed.weight.expand(batch, -1, -1), self.embed_boxes(boxes), boxes, embed_boxes=self.embed_boxes
+        )
         learning = self.training and targets is not None and self.denoising is not None
-        return self.denoising(queries, targets, self.place) if learning else queries
+        return self.denoising(queries, targets, self.embed_boxes) if learning else queries
 
 
 @QUERY_REGISTRY.register_as("mixed")
@@ -169,11 +171,11 @@ class MixedQueries(BoxPositions, ProposedQueries):
 
     def _queries(self, references: Tensor, proposals: Predictions, tokens: Tensor) -> Queries:
         content = tokens if self.query_embed is None else self.query_embed.weight[: tokens.shape[1]].expand_as(tokens)
-        place = self.place if self.refined_positions else None
-        return Queries(content, self.place(references), references, proposals, place=place)
+        embed_boxes = self.embed_boxes if self.refined_positions else None
+        return Queries(content, self.embed_boxes(references), references, proposals, embed_boxes=embed_boxes)
 
-    def place(self, boxes: Tensor, decoded: Tensor | None = None) -> Tensor:
-        """The positions of queries at boxes, (B, Q, C); arguments as in :meth:`BoxPositions.place`."""
+    def embed_boxes(self, boxes: Tensor, decoded: Tensor | None = None) -> Tensor:
+        """The positions of queries at boxes, (B, Q, C); arguments as in :meth:`BoxPositions.embed_boxes`."""
         if self.refined_positions:
-            return super().place(boxes, decoded)
-        return ProposedQueries.place(self, boxes)
+            return super().embed_boxes(boxes, decoded)
+        return ProposedQueries.embed_boxes(self, boxes)

@@ -214,7 +214,7 @@ class DeformableDecoder(nn.Module):
                 start = heads.boxes(decoded, references, index - 1) if self.final_norm or twice else outputs[-1].boxes
                 references = start.detach()
                 start = start if twice else references
-                positions = positions if queries.place is None else queries.place(references, decoded)
+                positions = positions if queries.embed_boxes is None else queries.embed_boxes(references, decoded)
             points = levels.to_level_coordinates(references)
             decoded = layer(decoded, positions, points, memory.tokens, levels, queries.attention_mask)
             outputs.append(heads(self.norm(decoded), start, index))

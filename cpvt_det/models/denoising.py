@@ -65,13 +65,13 @@ class ContrastiveDenoising(nn.Module):
         most = max(map(len, targets))
         return max(1, self.pairs // max(1, most)), 2 * most
 
-    def forward(self, queries: Queries, targets: Sequence[Targets], place: Callable[[Tensor], Tensor]) -> Queries:
+    def forward(self, queries: Queries, targets: Sequence[Targets], embed_boxes: Callable[[Tensor], Tensor]) -> Queries:
         """Put the denoising queries before the other queries.
 
         Args:
             queries: the other queries, with boxes as references.
             targets: targets of the B images; some or all may have no object.
-            place: function that turns (B, Q, 4) boxes into (B, Q, C) positions of queries.
+            embed_boxes: function that turns (B, Q, 4) boxes into (B, Q, C) positions of queries.
 
         Returns:
             The queries, preceded by 2 G T denoising queries, where G is the number of groups. Each group has its positives first,
@@ -87,7 +87,7 @@ class ContrastiveDenoising(nn.Module):
         return dataclasses.replace(
             queries,
             content=torch.cat((content.to(queries.content), queries.content), dim=1),
-            positions=torch.cat((place(references), queries.positions), dim=1),
+            positions=torch.cat((embed_boxes(references), queries.positions), dim=1),
             references=torch.cat((references, queries.references), dim=1),
             attention_mask=_mask(queries, groups, size),
             num_denoising=groups * size,

@@ -157,7 +157,7 @@ class DistributionDecoder(nn.Module):
                 logits = self.lqe_layers[index](heads.class_embed[index](full_precision(decoded)), sides[-1])
             outputs.append((logits, boxes.clamp(0, 1)))
             references, earlier = boxes.detach(), decoded.detach()
-            positions = positions if queries.place is None else queries.place(references, decoded)
+            positions = positions if queries.embed_boxes is None else queries.embed_boxes(references, decoded)
         if not self.training:
             return Predictions(*map(torch.stack, zip(*outputs, strict=True)))
         made = BoxDistributions(torch.stack(sides), start, values.detach(), self.reg_scale[0])

@@ -55,8 +55,8 @@ class Queries:
         groups: number of times that each target occurs in ``objects``.
         num_hybrid: number of queries of the hybrid branch. These queries come last and exist only in training. The loss matches
             each object with several of them.
-        place: function that takes the (B, Q, 4) boxes corrected by a decoder layer and the (B, Q, C) queries that it decoded, and
-            returns the (B, Q, C) positions in the next layer; ``None`` leaves positions unchanged.
+        embed_boxes: function that takes the (B, Q, 4) boxes corrected by a decoder layer and the (B, Q, C) queries that it
+            decoded, and returns the (B, Q, C) positions in the next layer; ``None`` leaves positions unchanged.
     """
 
     content: Tensor
@@ -68,7 +68,7 @@ class Queries:
     objects: Tensor | None = None
     groups: int = 1
     num_hybrid: int = 0
-    place: Callable[[Tensor, Tensor], Tensor] | None = None
+    embed_boxes: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def split(self, predictions: Predictions) -> Predictions:
         """Separate the decoder's predictions (D, B, Q, ...) of training-only queries, which only the loss uses, from the others.
@@ -244,9 +244,9 @@ class ProposedQueries(nn.Module):
             mask = queries.content.new_zeros(count, count)
             mask[-hybrid:, :-hybrid] = mask[:-hybrid, -hybrid:] = -math.inf
             queries = dataclasses.replace(queries, attention_mask=mask, num_hybrid=hybrid)
-        return self.denoising(queries, targets, self.place) if learning and self.denoising is not None else queries
+        return self.denoising(queries, targets, self.embed_boxes) if learning and self.denoising is not None else queries
 
-    def place(self, boxes: Tensor) -> Tensor:
+    def embed_boxes(self, boxes: Tensor) -> Tensor:
         """Compute the positions of queries.
 
         Args:

@@ -70,7 +70,7 @@ def test_positions_are_scaled_by_a_network_of_what_the_layer_before_decoded(kind
         layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs))
     model.queries.register_forward_hook(lambda *parts: made.append(parts[-1]))
     boxes = detect(model, draw_images(), 64).boxes
-    plain = [model.queries.place(place) for place in (made[0].references, boxes[0], boxes[1])]
+    plain = [model.queries.embed_boxes(place) for place in (made[0].references, boxes[0], boxes[1])]
     scales = [1, *(model.queries.query_scale(inputs[0]) for inputs in seen[1:])]
     for inputs, positions, scale in zip(seen, plain, scales, strict=True):
         torch.testing.assert_close(inputs[1], positions * scale, atol=1e-12, rtol=0)

@@ -68,7 +68,7 @@ def test_places_are_those_of_the_proposals_and_contents_are_learned():
     for image in range(2):
         assert torch.equal(found.content[image], mixed.query_embed.weight)
     assert torch.equal(mixed(memory_of(1), LEVELS).content, found.content)
-    assert found.place is None
+    assert found.embed_boxes is None
 
 
 def test_with_a_shared_content_the_number_of_queries_can_change_after_training():
@@ -101,7 +101,7 @@ def test_refined_positions_are_a_network_of_the_sines_of_row_column_width_and_he
         for query in range(4):
             expected = slow_position(queries.ref_point_head, found.references[image, query].tolist())
             assert found.positions[image, query].tolist() == pytest.approx(expected, abs=1e-12)
-    assert found.place(found.references).equal(found.positions)
+    assert found.embed_boxes(found.references).equal(found.positions)
 
 
 @pytest.mark.parametrize("refined", [False, True])
@@ -116,7 +116,7 @@ def test_in_the_decoder_positions_follow_the_boxes_or_stay(refined):
     boxes = detect(model, draw_images(), 64).boxes
     places = [made[0].references, boxes[0], boxes[1]] if refined else [made[0].references] * 3
     for positions, place in zip(seen, places, strict=True):
-        assert torch.equal(positions, model.queries.place(place))
+        assert torch.equal(positions, model.queries.embed_boxes(place))
     assert torch.equal(seen[0], seen[1]) != refined
 
 
