@@ -23,6 +23,7 @@ from PIL import Image
 from cpvt_det.common.memory import resident, trim_heap
 from cpvt_det.config import get_cfg
 from cpvt_det.data.catalog import DatasetFiles
+from cpvt_det.visualize.curves import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -60,6 +61,13 @@ def memory_given_back(request):
         if hasattr(function, "cache_clear") and function.__module__ == request.module.__name__:
             function.cache_clear()
     trim_heap()
+
+
+@pytest.fixture(autouse=True)
+def curves_not_drawn(request, monkeypatch):
+    """Runs read their metrics, but only those of tests marked ``curves`` draw them, which takes longer than most of the runs."""
+    if request.node.get_closest_marker("curves") is None:
+        monkeypatch.setattr("cpvt_det.training.evaluate.draw_curves", lambda metrics, output: read_metrics(metrics))
 
 
 def pytest_collection_finish():

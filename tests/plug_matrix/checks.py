@@ -163,10 +163,10 @@ def _is_picklable(model: nn.Module) -> bool:
     return True
 
 
-def compiles(example: Example, bare: bool = True) -> bool | None:
+def compiles(example: Example, bare: bool = True, backend: str = "aot_eager") -> bool | None:
     """``torch.compile``, in one graph unless the ``bare`` model needs several; ``None`` where not even that compiles."""
     for one_graph in (True, False) if bare else (True,):
-        passed = _converts(example, bare, lambda model, *_, f=one_graph: torch.compile(model, backend="aot_eager", fullgraph=f))
+        passed = _converts(example, bare, lambda model, *_, f=one_graph: torch.compile(model, backend=backend, fullgraph=f))
         if passed is not None:
             return passed
     return None

@@ -42,6 +42,7 @@ def assert_same_run(one, two):
     assert one["cpvt_det"]["seed"] == two["cpvt_det"]["seed"]
 
 
+@pytest.mark.curves
 def test_a_run_leaves_its_files(train):
     folder = train("run", SOLVER__EMA__ENABLED=True, SOLVER__EMA__DECAY=0.9, TEST__EVAL_PERIOD=2)
     expected = "config.yaml log.txt metrics.json last_checkpoint results.json model_0000002.pth model_0000005.pth model_final.pth"
