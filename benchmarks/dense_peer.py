@@ -47,8 +47,7 @@ from cpvt_det.cli.folder import folder_config
 from cpvt_det.common.boxes import cxcywh_to_xyxy
 from cpvt_det.common.files import write_json
 from cpvt_det.common.memory import usable_cores
-from cpvt_det.common.structures import Detections
-from cpvt_det.data.mapper import Sample
+from cpvt_det.common.structures import Detections, Sample
 from cpvt_det.evaluation.answers import detect
 from cpvt_det.solver.optimizer import MovingAverage
 from cpvt_det.training.recipe import average_decay

@@ -30,9 +30,8 @@ from benchmarks.records import about_run
 from cpvt_det import builders
 from cpvt_det.cli import common_options, report_errors
 from cpvt_det.common.files import write_json
-from cpvt_det.common.structures import Size, Targets
+from cpvt_det.common.structures import Sample, Size, Targets
 from cpvt_det.config import load_cfg
-from cpvt_det.data.mapper import Sample
 from cpvt_det.solver.step import TrainingModel
 
 PACKAGE = Path(cpvt_det.__file__).parent

@@ -12,11 +12,10 @@ from cpvt_det.checkpoint.trained import Trained, load_trained
 from cpvt_det.cli import common_options
 from cpvt_det.cli.train import RUN_CONTEXT, build_any, config_file_option, load_any, runner_options
 from cpvt_det.common.errors import BadInputError
-from cpvt_det.common.structures import Size
+from cpvt_det.common.structures import Size, split_samples
 from cpvt_det.config import load_cfg
 from cpvt_det.data.images import read_image
 from cpvt_det.models import Detector
-from cpvt_det.solver.step import split_samples
 from cpvt_det.training.setup import choose_seed
 from cpvt_det.training.tasks import build_task
 from cpvt_det.visualize.attention import dense_models, draw_attention, draw_attention_by_position

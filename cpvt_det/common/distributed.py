@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions of ``torch.distributed`` that this package uses; they also work in a single process."""
+"""The functions of ``torch.distributed`` that this package uses, which also work in a single process, and seeds of processes."""
 
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -78,3 +79,8 @@ def share_buffers(module: nn.Module) -> None:
     if is_initialized():
         for buffer in module.buffers():
             dist.broadcast(buffer, 0)
+
+
+def mix_seed(*numbers: int) -> int:
+    """One seed from several numbers, such as seed, iteration and process, without collisions between neighbouring ones."""
+    return int(np.random.SeedSequence([number % 2**63 for number in numbers]).generate_state(1, np.uint64)[0])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The data classes that modules exchange, and functions that turn image sizes into padding masks.
+"""The data that modules exchange, and functions that turn image sizes into padding masks.
 
 ``data/mapper.py`` fills them, ``models/detector.py`` takes and returns them, and ``losses/`` and ``evaluation/`` read them.
 """
@@ -8,14 +8,26 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
+Sample = dict[str, Any]
+"""Keys: ``file_name``, ``image_id``, ``height`` and ``width`` of the file, and ``image`` (3, h, w) uint8 RGB; in training also
+``targets``; if images are cut into tiles, also ``pixels`` (3, height, width) uint8 RGB."""
 Size = tuple[int, int]
 PROPOSAL_LABEL = 0
 """The row of the proposals' class head that means "an object"; the other rows do not stand for classes and are trained as
 negatives."""
+
+
+def split_samples(samples: Sequence[Sample], parts: int) -> list[Sequence[Sample]]:
+    """Split samples into parts of nearly equal length without an empty part."""
+    parts = min(parts, len(samples))
+    borders = [round(number * len(samples) / parts) for number in range(parts + 1)]
+    return [samples[start:end] for start, end in pairwise(borders)]
 
 
 @dataclass

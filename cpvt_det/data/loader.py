@@ -29,8 +29,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
+from cpvt_det.common.distributed import mix_seed
 from cpvt_det.common.errors import DeadWorkerError, RunStoppedError, UnreachableError
-from cpvt_det.data.mapper import Mapper, Sample
+from cpvt_det.common.structures import Sample
+from cpvt_det.data.mapper import Mapper
 from cpvt_det.data.records import ImageRecord
 from cpvt_det.data.storage import Patience
 
@@ -380,8 +382,3 @@ def _kill(workers: Sequence[multiprocessing.Process]) -> None:
         worker.join(NEWS)
     if hears:
         signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
-
-
-def mix_seed(*numbers: int) -> int:
-    """One seed from several numbers, without collisions between neighbouring ones."""
-    return int(np.random.SeedSequence([number % 2**63 for number in numbers]).generate_state(1, np.uint64)[0])

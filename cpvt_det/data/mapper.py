@@ -24,14 +24,11 @@ from torchvision.transforms.v2 import functional as TF
 
 from cpvt_det.common.boxes import xyxy_to_cxcywh
 from cpvt_det.common.errors import DataError
-from cpvt_det.common.structures import Targets
+from cpvt_det.common.structures import Sample, Targets
 from cpvt_det.data.augmentation import AugmentationStep, Scene, as_scene, augmentation_errors
 from cpvt_det.data.images import read_image
 from cpvt_det.data.records import ImageRecord
 
-Sample = dict[str, Any]
-"""Keys: ``file_name``, ``image_id``, ``height`` and ``width`` of the file, and ``image`` (3, h, w) uint8 RGB; in training also
-``targets``; if images are cut into tiles, also ``pixels`` (3, height, width) uint8 RGB."""
 MAGNITUDES = 31
 """Number of RandAugment's magnitudes, which run from 0 to 30."""
 WHOLE = torch.tensor([[0.5, 0.5, 1.0, 1.0]])

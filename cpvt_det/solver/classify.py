@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.transforms import v2
 
-from cpvt_det.data.mapper import Sample
+from cpvt_det.common.structures import Sample
 from cpvt_det.losses import Losses
 from cpvt_det.losses.criterion import ClassCriterion
 

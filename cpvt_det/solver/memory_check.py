@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from cpvt_det.common import distributed, memory
 from cpvt_det.common.errors import ConfigError, counted, first_line
-from cpvt_det.common.structures import Targets
-from cpvt_det.data.mapper import Sample
+from cpvt_det.common.structures import Sample, Targets
 from cpvt_det.models import ImageModel
 from cpvt_det.models.denoising import ContrastiveDenoising
 

@@ -9,7 +9,6 @@ decision is made on the device, and the host does not wait for it.
 """
 
 import contextlib
-import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,9 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cpvt_det.common import distributed
 from cpvt_det.common.errors import RunStoppedError
-from cpvt_det.common.structures import Targets
-from cpvt_det.data.loader import mix_seed
-from cpvt_det.data.mapper import Sample
+from cpvt_det.common.structures import Sample, Targets, split_samples
 from cpvt_det.losses import Losses, Normalizers, SetCriterion
 from cpvt_det.solver.memory_check import out_of_memory_explained, require_memory
 from cpvt_det.solver.optimizer import LRSchedule, MovingAverage
@@ -242,7 +239,7 @@ class TrainStep:
             largest = max(split_samples(samples, self.options.accumulate), key=len)
             require_memory(self.training_model.detector, largest, len(samples), self.options.amp_dtype)
             self._fits = True
-        torch.manual_seed(mix_seed(self.seed, iteration, distributed.rank()))
+        torch.manual_seed(distributed.mix_seed(self.seed, iteration, distributed.rank()))
         factor = self.learning_rate.factor(iteration)
         for group, base_lr in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
             group["lr"] = base_lr * factor
@@ -300,13 +297,6 @@ class TrainStep:
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         bound = float("inf") if self.options.clip_norm is None else self.options.clip_norm
         return nn.utils.clip_grad_norm_(parameters, bound).detach()
-
-
-def split_samples(samples: Sequence[Sample], parts: int) -> list[Sequence[Sample]]:
-    """Split samples into parts of nearly equal length without an empty part."""
-    parts = min(parts, len(samples))
-    borders = [round(number * len(samples) / parts) for number in range(parts + 1)]
-    return [samples[start:end] for start, end in itertools.pairwise(borders)]
 
 
 def _running_statistics(model: nn.Module) -> list[Tensor]:

@@ -18,7 +18,7 @@ from cpvt_det.checkpoint.checkpointer import RunCheckpointer
 from cpvt_det.checkpoint.resume import FINAL
 from cpvt_det.common import distributed
 from cpvt_det.common.errors import DeadWorkerError, InterruptedRun, RunStoppedError, exit_code
-from cpvt_det.data.mapper import Sample
+from cpvt_det.common.structures import Sample
 from cpvt_det.solver.step import TrainStep
 from cpvt_det.training.launchers import is_of_torchrun
 

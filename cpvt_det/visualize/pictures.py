@@ -21,8 +21,7 @@ from torchvision.transforms.functional import to_pil_image
 from cpvt_det.common.boxes import cxcywh_to_xyxy
 from cpvt_det.common.class_names import Classes
 from cpvt_det.common.errors import BadInputError
-from cpvt_det.common.structures import Detections, Size
-from cpvt_det.data.mapper import Sample
+from cpvt_det.common.structures import Detections, Sample, Size
 from cpvt_det.data.records import ImageRecord
 from cpvt_det.visualize.fonts import Text, load_font
 

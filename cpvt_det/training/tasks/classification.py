@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.utils.data import DataLoader
 
+    from cpvt_det.common.structures import Sample
     from cpvt_det.data.loader import SampleLoader
-    from cpvt_det.data.mapper import Sample
     from cpvt_det.evaluation.top_k import ClassEvaluator
     from cpvt_det.solver.classify import ClassTrainingModel
 

@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.data import DataLoader
 
-    from cpvt_det.common.structures import Detections
+    from cpvt_det.common.structures import Detections, Sample
     from cpvt_det.data.loader import SampleLoader
-    from cpvt_det.data.mapper import Sample
     from cpvt_det.evaluation.answers import PostProcessor
     from cpvt_det.evaluation.coco import CocoEvaluator
     from cpvt_det.evaluation.tiles import Tiling

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.data import DataLoader
 
+    from cpvt_det.common.structures import Sample
     from cpvt_det.data.loader import SampleLoader
-    from cpvt_det.data.mapper import Sample
     from cpvt_det.evaluation.evaluator import Evaluator
 
 TASK_REGISTRY = PartRegistry("TASK", "task")
