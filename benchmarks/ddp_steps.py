@@ -11,7 +11,8 @@ from benchmarks.models import CONFIGS, ORIGINS
 from cpvt_det import builders
 from cpvt_det.common.structures import Targets
 from cpvt_det.config import load_cfg
-from cpvt_det.solver.step import TrainingModel, wrap_for_processes
+from cpvt_det.losses import TrainingModel
+from cpvt_det.solver.step import wrap_for_processes
 
 SIDE, BATCH, STEPS = 480, 2, 4  # per process
 

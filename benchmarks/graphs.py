@@ -32,7 +32,7 @@ from cpvt_det.cli import common_options, report_errors
 from cpvt_det.common.files import write_json
 from cpvt_det.common.structures import Sample, Size, Targets
 from cpvt_det.config import load_cfg
-from cpvt_det.solver.step import TrainingModel
+from cpvt_det.losses import TrainingModel
 
 PACKAGE = Path(cpvt_det.__file__).parent
 DETECTORS = ("DETR", "Deformable-DETR", "DINO")

@@ -16,8 +16,9 @@ from cpvt_det import builders
 from cpvt_det.common import distributed
 from cpvt_det.common.structures import Targets
 from cpvt_det.layers.norm import MaskedSyncBatchNorm2d
+from cpvt_det.losses import TrainingModel
 from cpvt_det.solver.optimizer import TrainingSchedule
-from cpvt_det.solver.step import TrainingModel, wrap_for_processes
+from cpvt_det.solver.step import wrap_for_processes
 from cpvt_det.training.launch import launch, process_group
 
 STEPS, BATCH = 20, 4

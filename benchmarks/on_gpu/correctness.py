@@ -25,8 +25,8 @@ from cpvt_det import builders
 from cpvt_det.common.memory import usable_cores
 from cpvt_det.common.structures import PaddedBatch, Size, Targets
 from cpvt_det.config import load_cfg
+from cpvt_det.losses import TrainingModel
 from cpvt_det.ops.deformable_attention import ms_deform_attn
-from cpvt_det.solver.step import TrainingModel
 
 NAMES = ("output", "value", "locations", "weights")
 """What the table of errors has: the output, and the gradients of the inputs."""

@@ -88,7 +88,7 @@ def build_step(
 
     Args:
         cfg: config of the run.
-        model: a :class:`TrainingModel`, or DDP around one.
+        model: training model, such as :class:`cpvt_det.losses.TrainingModel`, or DDP around one.
         optimizer: result of :func:`build_optimizer`.
         schedule: result of :func:`build_schedule`.
         seed: seed of the run.

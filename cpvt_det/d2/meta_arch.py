@@ -21,9 +21,8 @@ from cpvt_det.d2.data import class_names, register_datasets
 from cpvt_det.data.catalog import registered_datasets
 from cpvt_det.evaluation.answers import PostProcessor
 from cpvt_det.fast import accelerate
-from cpvt_det.losses import SetCriterion
+from cpvt_det.losses import SetCriterion, TrainingModel
 from cpvt_det.models import Classifier, Detector
-from cpvt_det.solver.step import TrainingModel
 
 
 class Detectron2Protocol:

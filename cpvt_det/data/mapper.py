@@ -5,7 +5,7 @@ Place in the pipeline: after ``data/coco.py``, before ``structures.PaddedBatch``
 
 The augmentations of a classifier are torchvision's. Their random numbers come from torch's generator, which the loader seeds from
 the run's seed, the epoch and the image, so a resumed run repeats them. Mixup and CutMix, which mix images of a batch, are in
-``solver/classify.py``.
+``losses/class_training.py``.
 """
 
 import contextlib

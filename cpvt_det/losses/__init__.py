@@ -2,7 +2,7 @@
 """From predictions and targets to losses."""
 
 from cpvt_det.losses.classification import CLASSIFICATION_REGISTRY, FocalClassification, SoftmaxClassification, make_classification
-from cpvt_det.losses.criterion import Losses, SetCriterion
+from cpvt_det.losses.criterion import Losses, SetCriterion, TrainingModel
 from cpvt_det.losses.matcher import HungarianMatcher
 from cpvt_det.losses.overlap_classification import AlignClassification, MatchabilityClassification, VarifocalClassification
 from cpvt_det.losses.terms import LOSS_REGISTRY, Matched, Normalizers
@@ -19,6 +19,7 @@ __all__ = [
     "Normalizers",
     "SetCriterion",
     "SoftmaxClassification",
+    "TrainingModel",
     "VarifocalClassification",
     "make_classification",
 ]

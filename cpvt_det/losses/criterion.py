@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loss of a detector, over matched pairs in all decoder layers at once, and the loss of a classifier.
+"""The loss of a detector, over matched pairs in all decoder layers at once.
 
 Place in the pipeline: after ``losses/matcher.py``, as the last step in training.
 """
@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from cpvt_det.common import defaults, distributed
-from cpvt_det.common.structures import PROPOSAL_LABEL, Predictions, Targets
+from cpvt_det.common.structures import PROPOSAL_LABEL, Predictions, Sample, Targets
 from cpvt_det.losses.matcher import HungarianMatcher, Matches, PaddedTargets
 from cpvt_det.losses.terms import LOSS_REGISTRY, Loss, Matched, Normalizers
 
@@ -181,48 +180,32 @@ def _times(normalizers: Normalizers, count: int) -> Normalizers:
     return Normalizers(normalizers.boxes * count, normalizers.classes * count)
 
 
-class ClassCriterion:
-    """Cross-entropy with smoothed class shares. If there is a teacher, half of the loss is the cross-entropy with the teacher's
-    best class.
+class TrainingModel(nn.Module):
+    """A detector and its criterion as one module, so that one call of a wrapper (DDP) computes the losses.
 
     Args:
-        smoothing: fraction of each label that is spread evenly over all classes.
-
-    Raises:
-        ValueError: a smoothing outside [0, 1).
-
-    Source: label smoothing, arXiv 1512.00567, section 7; hard distillation, arXiv 2012.12877, equation 3. The teacher's half of
-    the loss uses the head of the distillation token, if there is one.
+        detector: any detector with ``preprocess``; checkpoints contain its state dict.
+        criterion: the set loss, built for the detector's classification; it has no parameters.
     """
 
-    def __init__(self, smoothing: float = 0.0):
-        if not 0 <= smoothing < 1:
-            raise ValueError(f"label smoothing must be from 0 to below 1, got {smoothing}")
-        self.smoothing = smoothing
+    def __init__(self, detector: nn.Module, criterion: SetCriterion):
+        super().__init__()
+        self.detector = detector
+        self.criterion = criterion
 
-    def __call__(self, logits: Tensor, shares: Tensor, taught: Tensor | None = None, count: int | None = None) -> Losses:
-        """Compare logits with shares.
+    def forward(self, samples: Sequence[Sample], normalizers: Normalizers | None = None) -> Losses:
+        """Compute the losses of samples, in one process.
 
         Args:
-            logits: (H, B, K) float, as in :class:`cpvt_det.common.structures.ClassLogits`.
-            shares: (B, K) float, the share of each class in each image; the shares of an image sum to 1.
-            taught: (B,) int64, the teacher's best classes. ``None`` if there is no teacher; then the mean over the heads is
-                compared with the shares.
-            count: number of this process's images in the whole step, if this batch is only a part of it; ``None`` means B.
-
-        Returns:
-            ``loss_class``, ``loss_taught`` if there is a teacher, and ``metric_class_error``, the percentage of images whose best
-            class is not the one with the largest share.
+            samples: each with ``image`` (3, h, w) in [0, 255] and ``targets``.
+            normalizers: divisors of the whole step, if these samples are only a part of it.
         """
-        count = len(shares) if count is None else count
-        if taught is None:
-            losses = {"loss_class": self._cross_entropy(logits.mean(0), shares) / count}
-        else:
-            own, other = 0.5 * self._cross_entropy(logits[0], shares), 0.5 * F.cross_entropy(logits[-1], taught, reduction="sum")
-            losses = {"loss_class": own / count, "loss_taught": other / count}
-        with torch.no_grad():
-            wrong = (logits.mean(0).argmax(-1) != shares.argmax(-1)).to(logits.dtype)
-        return Losses(losses, {"metric_class_error": 100 * wrong.mean()}, logits.detach().sum((0, 2)).isfinite())
+        batch = self.detector.preprocess([sample["image"] for sample in samples])
+        targets = [sample["targets"].to(batch.images.device) for sample in samples]
+        predictions = self.detector(batch.images, batch.padding_mask, targets)
+        return self.criterion(predictions, targets, normalizers)
 
-    def _cross_entropy(self, logits: Tensor, shares: Tensor) -> Tensor:
-        return F.cross_entropy(logits, shares, reduction="sum", label_smoothing=self.smoothing)
+    def normalizers(self, samples: Sequence[Sample]) -> Normalizers:
+        """The divisors of the losses of a whole step, for calls of :meth:`forward` with only a part of the step's samples."""
+        targets: list[Targets] = [sample["targets"].to(self.detector.pixel_mean.device) for sample in samples]
+        return self.criterion.normalizers(targets, self.detector.num_queries)

@@ -20,47 +20,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cpvt_det.common import distributed
 from cpvt_det.common.errors import RunStoppedError
-from cpvt_det.common.structures import Sample, Targets, split_samples
-from cpvt_det.losses import Losses, Normalizers, SetCriterion
+from cpvt_det.common.structures import Sample, split_samples
 from cpvt_det.solver.memory_check import out_of_memory_explained, require_memory
 from cpvt_det.solver.optimizer import LRSchedule, MovingAverage
 
 logger = logging.getLogger("cpvt_det")
 
 
-class TrainingModel(nn.Module):
-    """A detector and its criterion as one module, so that one call of a wrapper (DDP) computes the losses.
-
-    Args:
-        detector: any detector with ``preprocess``; checkpoints contain its state dict.
-        criterion: the set loss, built for the detector's classification; it has no parameters.
-    """
-
-    def __init__(self, detector: nn.Module, criterion: SetCriterion):
-        super().__init__()
-        self.detector = detector
-        self.criterion = criterion
-
-    def forward(self, samples: Sequence[Sample], normalizers: Normalizers | None = None) -> Losses:
-        """Compute the losses of samples, in one process.
-
-        Args:
-            samples: each with ``image`` (3, h, w) in [0, 255] and ``targets``.
-            normalizers: divisors of the whole step, if these samples are only a part of it.
-        """
-        batch = self.detector.preprocess([sample["image"] for sample in samples])
-        targets = [sample["targets"].to(batch.images.device) for sample in samples]
-        predictions = self.detector(batch.images, batch.padding_mask, targets)
-        return self.criterion(predictions, targets, normalizers)
-
-    def normalizers(self, samples: Sequence[Sample]) -> Normalizers:
-        """The divisors of the losses of a whole step, for calls of :meth:`forward` with only a part of the step's samples."""
-        targets: list[Targets] = [sample["targets"].to(self.detector.pixel_mean.device) for sample in samples]
-        return self.criterion.normalizers(targets, self.detector.num_queries)
-
-
-def wrap_for_processes(model: TrainingModel) -> nn.Module:
-    """The model in DDP if there are several processes, on GPUs or CPUs; otherwise the model itself."""
+def wrap_for_processes(model: nn.Module) -> nn.Module:
+    """The training model in DDP if there are several processes, on GPUs or CPUs; otherwise the model itself."""
     if distributed.world_size() == 1:
         return model
     device = model.detector.pixel_mean.device
@@ -164,7 +132,7 @@ class TrainStep:
     """A callable that takes training steps.
 
     Args:
-        model: a :class:`TrainingModel`, or DDP around one.
+        model: training model, such as :class:`cpvt_det.losses.TrainingModel`, or DDP around one.
         optimizer: fused optimizer of the detector's parameters. It changes nothing in a step if its ``found_inf`` is set.
         learning_rate: schedule that gives the factor by which the groups' learning rates are multiplied at an iteration.
         options: clipping, accumulation, precision.
@@ -187,7 +155,7 @@ class TrainStep:
         ema: MovingAverage | None = None,
     ):
         self.model = model
-        self.training_model: TrainingModel = model.module if isinstance(model, DistributedDataParallel) else model
+        self.training_model = model.module if isinstance(model, DistributedDataParallel) else model
         self.optimizer = optimizer
         self.learning_rate = learning_rate
         self.options = options

@@ -14,7 +14,7 @@ from cpvt_det import Predictor, builders
 from cpvt_det.common.errors import ConfigError, WeightsError
 from cpvt_det.config import get_cfg as get_core_cfg
 from cpvt_det.config import load_cfg as load_core_cfg
-from cpvt_det.solver.step import TrainingModel
+from cpvt_det.losses import TrainingModel
 from cpvt_det.training.evaluate import evaluate
 from cpvt_det.training.tasks.task import build_task
 from cpvt_det.training.train import run as run_builtin

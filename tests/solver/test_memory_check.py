@@ -14,9 +14,9 @@ from cpvt_det.common import memory
 from cpvt_det.common.errors import ConfigError
 from cpvt_det.common.structures import Targets
 from cpvt_det.config import load_cfg
+from cpvt_det.losses import TrainingModel
 from cpvt_det.solver import memory_check
 from cpvt_det.solver.memory_check import _judge, kept_bytes, require_memory
-from cpvt_det.solver.step import TrainingModel
 from cpvt_det.training.train import run
 
 GB = 10**9

@@ -11,9 +11,10 @@ from cpvt_det import builders
 from cpvt_det.common.errors import ConfigError, UnknownNameError
 from cpvt_det.common.structures import Targets
 from cpvt_det.config import get_cfg, merge_overrides
+from cpvt_det.losses import TrainingModel
 from cpvt_det.models.denoising import ContrastiveDenoising
 from cpvt_det.solver.optimizer import LRSchedule, MovingAverage, TrainingSchedule, parameter_groups
-from cpvt_det.solver.step import StepOptions, TrainingModel, TrainStep
+from cpvt_det.solver.step import StepOptions, TrainStep
 
 
 def tiny_cfg(**more):

@@ -26,9 +26,8 @@ from cpvt_det.data.loader import MappedDataset, TrainBatches
 from cpvt_det.data.mapper import ClassMapper, central_transform, crop_transform
 from cpvt_det.data.records import ImageRecord
 from cpvt_det.evaluation.top_k import ClassEvaluator, format_accuracies, most_confused
-from cpvt_det.losses.criterion import ClassCriterion
+from cpvt_det.losses.class_training import BatchMixing, ClassCriterion, ClassTrainingModel
 from cpvt_det.models import BACKBONE_REGISTRY, Classifier
-from cpvt_det.solver.classify import BatchMixing, ClassTrainingModel
 from cpvt_det.training.train import run
 
 ALL = {

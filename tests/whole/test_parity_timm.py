@@ -13,7 +13,7 @@ from cpvt_det.builders import backbone_position, build_detector
 from cpvt_det.checkpoint.convert import convert_state_dict
 from cpvt_det.checkpoint.load import load_weights
 from cpvt_det.config import load_cfg
-from cpvt_det.losses.criterion import ClassCriterion
+from cpvt_det.losses.class_training import ClassCriterion
 
 SIZE, CLASSES = (80, 80), 7  # a square, as its grid is read from the number of rows of a table
 MODELS = {

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from cpvt_det.common.structures import Sample
     from cpvt_det.data.loader import SampleLoader
     from cpvt_det.evaluation.top_k import ClassEvaluator
-    from cpvt_det.solver.classify import ClassTrainingModel
+    from cpvt_det.losses.class_training import ClassTrainingModel
 
 logger = logging.getLogger("cpvt_det")
 ANSWERS, CONFUSION = "classes.json", "confusion.csv"
@@ -102,8 +102,7 @@ class ClassificationTask(Task):
             ConfigError: values of ``MODEL.CLASSIFIER`` or ``INPUT.CLASSIFY`` that cannot be used.
         """
         from cpvt_det.checkpoint.trained import load_teacher
-        from cpvt_det.losses.criterion import ClassCriterion
-        from cpvt_det.solver.classify import BatchMixing, ClassTrainingModel
+        from cpvt_det.losses.class_training import BatchMixing, ClassCriterion, ClassTrainingModel
 
         node, given = self.cfg.MODEL.CLASSIFIER, self.cfg.INPUT.CLASSIFY
         teacher = load_teacher(self.cfg, self._classes) if node.TEACHER else None

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from cpvt_det.evaluation.answers import PostProcessor
     from cpvt_det.evaluation.coco import CocoEvaluator
     from cpvt_det.evaluation.tiles import Tiling
-    from cpvt_det.solver.step import TrainingModel
+    from cpvt_det.losses import TrainingModel
 
 logger = logging.getLogger("cpvt_det")
 DETECTIONS = "coco_instances_results.json"
@@ -66,7 +66,7 @@ class DetectionTask(Task):
 
     def build_training_model(self, detector: "nn.Module") -> "TrainingModel":
         """The detector with its set loss."""
-        from cpvt_det.solver.step import TrainingModel
+        from cpvt_det.losses import TrainingModel
 
         return TrainingModel(detector, builders.build_criterion(self.cfg))
 
