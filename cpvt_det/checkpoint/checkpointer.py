@@ -20,8 +20,8 @@ from cpvt_det.common import distributed
 from cpvt_det.common.class_names import Classes
 from cpvt_det.common.errors import BadInputError, RunStoppedError, WeightsError
 from cpvt_det.common.files import remove_unfinished
+from cpvt_det.common.structures import Thresholds
 from cpvt_det.config import changed_keys
-from cpvt_det.evaluation.thresholds import Thresholds
 
 logger = logging.getLogger("cpvt_det")
 BEST = "model_best"

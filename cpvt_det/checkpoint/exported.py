@@ -20,9 +20,8 @@ from cpvt_det.checkpoint.trained import Trained, config_of_weights, config_to_us
 from cpvt_det.checkpoint.weights import Weights
 from cpvt_det.common.class_names import Classes, require_same_classes
 from cpvt_det.common.errors import ConfigError, MapSizeError, WeightsError, first_line
-from cpvt_det.common.structures import PaddedBatch
+from cpvt_det.common.structures import PaddedBatch, Thresholds
 from cpvt_det.config import flat_items
-from cpvt_det.evaluation.thresholds import Thresholds
 
 INPUTS = ("images", "padding_mask")
 """Names of a program's inputs; a program for images that fill their canvas has only the first."""

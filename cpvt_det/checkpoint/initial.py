@@ -12,7 +12,7 @@ from cpvt_det.checkpoint.load import WeightsReport, load_backbone_weights, load_
 from cpvt_det.checkpoint.weights import CLASS_HEAD, DENOISING_LABELS, PROPOSALS_HEAD, read_weights
 from cpvt_det.common.class_names import Classes
 from cpvt_det.common.errors import WeightsError
-from cpvt_det.evaluation.thresholds import Thresholds
+from cpvt_det.common.structures import Thresholds
 from cpvt_det.models import BACKBONE_REGISTRY
 
 QUERIES = re.compile(r"(^|\.)(query|refpoint)_embed\.weight$")

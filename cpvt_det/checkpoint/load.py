@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from cpvt_det.checkpoint.files import read_checkpoint, state_dict_of
 from cpvt_det.checkpoint.weights import CLASS_HEAD, DENOISING_LABELS, PROPOSALS_HEAD, Weights, read_weights
 from cpvt_det.common.errors import WeightsError
-from cpvt_det.evaluation.thresholds import Thresholds
+from cpvt_det.common.structures import Thresholds
 from cpvt_det.models.box_queries import MixedQueries
 
 BODY = "backbone.body."

@@ -16,7 +16,7 @@ from cpvt_det.checkpoint.files import write_checkpoint
 from cpvt_det.common.class_names import Classes
 from cpvt_det.common.errors import WeightsError, first_line
 from cpvt_det.common.files import atomic_file, write_json
-from cpvt_det.evaluation.thresholds import Thresholds
+from cpvt_det.common.structures import Thresholds
 
 CONFIG, WEIGHTS, CLASSES, THRESHOLDS = "config.yaml", "model.safetensors", "classes.json", "thresholds.json"
 

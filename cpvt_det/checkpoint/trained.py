@@ -20,8 +20,8 @@ from cpvt_det.checkpoint.load import load_weights
 from cpvt_det.checkpoint.weights import Weights, read_weights
 from cpvt_det.common.class_names import Classes
 from cpvt_det.common.errors import ConfigError, UnknownNameError, WeightsError, first_line
+from cpvt_det.common.structures import Thresholds
 from cpvt_det.config import flat_items, get_cfg, load_cfg, merge_checked, merge_overrides, nested, parse_config
-from cpvt_det.evaluation.thresholds import Thresholds
 from cpvt_det.models import Classifier
 from cpvt_det.models.backbones.contract import load_all
 

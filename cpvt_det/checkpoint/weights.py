@@ -21,8 +21,8 @@ from cpvt_det.checkpoint.files import read_checkpoint, sha256_of, state_dict_of
 from cpvt_det.checkpoint.model_folder import is_in_folder, read_node
 from cpvt_det.common.class_names import COCO_CLASSES, COCO_ROWS, Classes
 from cpvt_det.common.errors import WeightsError
+from cpvt_det.common.structures import Thresholds
 from cpvt_det.config import load_cfg
-from cpvt_det.evaluation.thresholds import Thresholds
 from cpvt_det.models.backbones.resnet import DEPTHS
 
 CLASS_HEAD = re.compile(r"^(class_embed\.(\d+\.)?|distilled_embed\.)(weight|bias)$")

@@ -5,7 +5,7 @@
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,6 +18,8 @@ Sample = dict[str, Any]
 """Keys: ``file_name``, ``image_id``, ``height`` and ``width`` of the file, and ``image`` (3, h, w) uint8 RGB; in training also
 ``targets``; if images are cut into tiles, also ``pixels`` (3, height, width) uint8 RGB."""
 Size = tuple[int, int]
+DEFAULT_THRESHOLD = 0.5
+"""Score threshold for weights that come without one."""
 PROPOSAL_LABEL = 0
 """The row of the proposals' class head that means "an object"; the other rows do not stand for classes and are trained as
 negatives."""
@@ -191,6 +193,47 @@ class Detections:
     def cpu(self) -> "Detections":
         """The same detections on the CPU."""
         return Detections(self.boxes_xyxy.cpu(), self.scores.cpu(), self.labels.cpu())
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """The thresholds with the highest F1 on the first test set, at IoU 0.5. Detections whose score is at least the threshold
+    count.
+
+    Attributes:
+        overall: threshold of all classes together; ``None`` if no detection is right.
+        classes: threshold of each of the K classes; ``None`` for a class without a right detection.
+    """
+
+    overall: float | None
+    classes: tuple[float | None, ...]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values, for checkpoints and JSON."""
+        return {"overall": self.overall, "classes": list(self.classes)}
+
+    @classmethod
+    def from_state_dict(cls, state: Any, num_classes: int) -> "Thresholds":
+        """The thresholds from the result of :meth:`state_dict`.
+
+        Raises:
+            ValueError: a value of another form, scores that are not in [0, 1], or a wrong number of classes.
+        """
+        classes = state.get("classes") if isinstance(state, Mapping) else None
+        fits = isinstance(classes, list) and len(classes) == num_classes
+        scores = [score for score in (state.get("overall"), *classes) if score is not None] if fits else []
+        if not fits or not all(isinstance(score, float) and 0 <= score <= 1 for score in scores):
+            expected = f'{{"overall": score, "classes": [{num_classes} scores]}}, scores from 0 to 1 or null'
+            raise ValueError(f"thresholds must be {expected}, got {state!r}")
+        return cls(state["overall"], tuple(classes))
+
+    def describe(self, names: tuple[str, ...], most: int = 10) -> str:
+        """One line of text with the overall threshold and the thresholds of the first classes."""
+        if self.overall is None:
+            return "none, because no detection is correct"
+        scores = ["none" if score is None else f"{score:.3f}" for score in self.classes[:most]]
+        shown = [" ".join(pair) for pair in zip(names, scores, strict=False)]
+        return f"{self.overall:.3f} ({', '.join(shown)}{', ...' if len(names) > most else ''})"
 
 
 @dataclass

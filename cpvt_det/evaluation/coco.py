@@ -19,11 +19,11 @@ from tabulate import tabulate
 from cpvt_det.common.class_names import Classes
 from cpvt_det.common.files import write_json
 from cpvt_det.common.memory import no_garbage_collection
-from cpvt_det.common.structures import Detections
+from cpvt_det.common.structures import Detections, Thresholds
 from cpvt_det.data.records import Records
 from cpvt_det.evaluation.evaluator import Evaluator
 from cpvt_det.evaluation.matches import COUNTED, GroundTruth, Matches
-from cpvt_det.evaluation.thresholds import Thresholds, pooled_curve
+from cpvt_det.evaluation.thresholds import pooled_curve
 
 AREA_SUFFIXES = ("s", "m", "l")  # area of a box: below 32^2 pixels, up to 96^2, larger
 

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from cpvt_det.evaluation.thresholds import Thresholds
+from cpvt_det.common.structures import Thresholds
 
 
 class Evaluator(ABC):

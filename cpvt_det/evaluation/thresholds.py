@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Precision and recall at each score threshold, and the thresholds from which a trained model's detections are used."""
+"""Precision and recall at each score threshold, and the best threshold."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-DEFAULT_THRESHOLD = 0.5
-"""Threshold for weights that come without one."""
 RECALLS = np.linspace(0, 1, 101)
 """Recall values at which COCO samples the precision."""
 
@@ -81,47 +78,3 @@ def pooled_curve(curves: Sequence[Curve]) -> Curve:
     scores, right = (np.concatenate([getattr(curve, name) for curve in curves]) for name in ("scores", "right"))
     order = np.argsort(-scores, kind="stable")
     return Curve(sum(curve.num_objects for curve in curves), scores[order], right[order])
-
-
-@dataclass(frozen=True)
-class Thresholds:
-    """The thresholds with the highest F1 on the first test set, at IoU 0.5. Detections whose score is at least the threshold
-    count.
-
-    Attributes:
-        overall: threshold of all classes together; ``None`` if no detection is right.
-        classes: threshold of each of the K classes; ``None`` for a class without a right detection.
-    """
-
-    overall: float | None
-    classes: tuple[float | None, ...]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Plain values, for checkpoints and JSON."""
-        return {"overall": self.overall, "classes": list(self.classes)}
-
-    @classmethod
-    def from_state_dict(cls, state: Any, num_classes: int) -> "Thresholds":
-        """The thresholds from the result of :meth:`state_dict`.
-
-        Raises:
-            ValueError: a value of another form, scores that are not in [0, 1], or a wrong number of classes.
-        """
-        classes = state.get("classes") if isinstance(state, Mapping) else None
-        fits = isinstance(classes, list) and len(classes) == num_classes
-        scores = [score for score in (state.get("overall"), *classes) if score is not None] if fits else []
-        if not fits or not all(isinstance(score, float) and 0 <= score <= 1 for score in scores):
-            expected = f'{{"overall": score, "classes": [{num_classes} scores]}}, scores from 0 to 1 or null'
-            raise ValueError(f"thresholds must be {expected}, got {state!r}")
-        return cls(state["overall"], tuple(classes))
-
-    def describe(self, names: tuple[str, ...], most: int = 10) -> str:
-        """One line of text with the overall threshold and the thresholds of the first classes."""
-        if self.overall is None:
-            return "none, because no detection is correct"
-        shown = [f"{name} {_text(value)}" for name, value in zip(names[:most], self.classes, strict=False)]
-        return f"{_text(self.overall)} ({', '.join(shown)}{', ...' if len(names) > most else ''})"
-
-
-def _text(value: float | None) -> str:
-    return "none" if value is None else f"{value:.3f}"

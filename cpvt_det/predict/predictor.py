@@ -21,10 +21,10 @@ from cpvt_det.checkpoint.model_folder import save_model
 from cpvt_det.checkpoint.trained import Trained
 from cpvt_det.common.class_names import Classes
 from cpvt_det.common.errors import ConfigError, DataError, RunStoppedError, WeightsError
+from cpvt_det.common.structures import DEFAULT_THRESHOLD, Thresholds
 from cpvt_det.data.images import read_image, read_pillow
 from cpvt_det.data.mapper import Mapper
 from cpvt_det.evaluation.answers import PostProcessor, classify, detect
-from cpvt_det.evaluation.thresholds import DEFAULT_THRESHOLD, Thresholds
 from cpvt_det.evaluation.tiles import Tiling, detect_tiles
 from cpvt_det.predict.detections import ImageClasses, ImageDetections
 from cpvt_det.predict.films import FilmReader

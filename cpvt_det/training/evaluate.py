@@ -21,10 +21,10 @@ from cpvt_det.checkpoint.files import not_finite
 from cpvt_det.common import distributed
 from cpvt_det.common.errors import DataError, MapSizeError, RunStoppedError
 from cpvt_det.common.files import remove_unfinished
+from cpvt_det.common.structures import DEFAULT_THRESHOLD, Thresholds
 from cpvt_det.data.loader import dead_workers_named
 from cpvt_det.evaluation.answers import evaluation_mode
 from cpvt_det.evaluation.coco import write_results
-from cpvt_det.evaluation.thresholds import DEFAULT_THRESHOLD, Thresholds
 from cpvt_det.training.tasks.task import Results, Task, flatten, place_of
 from cpvt_det.visualize.curves import draw_curves
 

@@ -8,7 +8,7 @@ import pytest
 
 from cpvt_det.checkpoint.checkpointer import BestSoFar, RunState
 from cpvt_det.common.class_names import Classes
-from cpvt_det.evaluation.thresholds import Thresholds
+from cpvt_det.common.structures import Thresholds
 
 FIGURES = {9: 10.0, 19: 30.0, 29: 20.0, 39: 30.0, 49: 25.0}
 

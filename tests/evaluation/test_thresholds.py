@@ -6,7 +6,7 @@ import math
 import pytest
 from test_evaluation import detections, evaluator_of, scene
 
-from cpvt_det.evaluation.thresholds import Thresholds
+from cpvt_det.common.structures import Thresholds
 
 CAT, DOG = (0, 0, 40, 40), (100, 100, 140, 140)  # of image 42
 

@@ -202,7 +202,7 @@ CASES = [
         weights(change_thresholds, name="other.pth"),
         'other.pth: thresholds must be {"overall": score, "classes": [2 scores]}, scores from 0 to 1 or null, got {...7.5...',
         guard=Cut(
-            "evaluation/thresholds.py",
+            "common/structures.py",
             "if not fits or not all(isinstance(score, float) and 0 <= score <= 1 for score in scores):",
             "if False:",
         ),

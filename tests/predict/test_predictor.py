@@ -18,9 +18,9 @@ import cpvt_det
 from cpvt_det import Predictor
 from cpvt_det.checkpoint import files, read_weights
 from cpvt_det.common.errors import ConfigError, DataError, RunStoppedError, WeightsError
+from cpvt_det.common.structures import Thresholds
 from cpvt_det.config import load_cfg
 from cpvt_det.data.images import read_image
-from cpvt_det.evaluation.thresholds import Thresholds
 from cpvt_det.predict.predictor import read_input
 from cpvt_det.training.train import run
 
