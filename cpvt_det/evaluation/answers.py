@@ -6,7 +6,7 @@ Place in the pipeline: during evaluation, after ``models/`` and before the rest 
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +14,16 @@ from torch import Tensor, nn
 from cpvt_det.common.boxes import cxcywh_to_xyxy, intersection_over_union
 from cpvt_det.common.exporting import in_steps, is_exporting
 from cpvt_det.common.structures import ClassLogits, Detections, Predictions, Size
-from cpvt_det.losses.classification import Classification
 
 CANDIDATES = 2
 """Detections that NMS looks at, per detection to return: the copies that it drops would otherwise take the places of others."""
+
+
+class ScoreDecoder(Protocol):
+    """The part of a classification that post-processing needs; those in ``losses/`` have it."""
+
+    def decode(self, logits: Tensor, max_detections: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Scores, labels and query indices, as :meth:`cpvt_det.losses.SoftmaxClassification.decode`."""
 
 
 class PostProcessor:
@@ -38,7 +44,7 @@ class PostProcessor:
 
     outputs = ("boxes", "scores", "labels")
 
-    def __init__(self, classification: Classification, max_detections: int = 100, nms: float = 1.0):
+    def __init__(self, classification: ScoreDecoder, max_detections: int = 100, nms: float = 1.0):
         if max_detections < 1:
             raise ValueError(f"max_detections must be at least 1, got {max_detections}")
         if not 0 < nms <= 1:

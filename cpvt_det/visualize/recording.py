@@ -16,12 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cpvt_det.common.boxes import cxcywh_to_xyxy
 from cpvt_det.common.class_names import Classes
 from cpvt_det.common.errors import BadInputError
 from cpvt_det.common.structures import Levels, Size
+from cpvt_det.evaluation.answers import PostProcessor, ScoreDecoder
 from cpvt_det.layers.attention import Attention, DeformableAttention, Place
-from cpvt_det.losses.classification import Classification
 
 Point = tuple[float, float]
 LEAST_SCORE = 0.05  # lowest score of a recorded detection; the best one is always recorded
@@ -187,7 +186,7 @@ def attention_layers(detector: nn.Module) -> dict[str, list[nn.Module]]:
 
 @torch.no_grad()
 def record_forward(
-    detector: nn.Module, image: Tensor, original_size: Size, classification: Classification, classes: Classes, count: int
+    detector: nn.Module, image: Tensor, original_size: Size, classification: ScoreDecoder, classes: Classes, count: int
 ) -> ForwardRecord:
     """Detect objects in one image, and record the inputs of the attention layers.
 
@@ -204,12 +203,12 @@ def record_forward(
     with record_inputs({(part, n): layer for part, found in layers.items() for n, layer in enumerate(found)}) as inputs:
         predictions = detector(batch.images, batch.padding_mask)
     height, width = original_size
-    boxes = cxcywh_to_xyxy(predictions.boxes[-1][0]).clamp(0, 1) * predictions.boxes.new_tensor([width, height, width, height])
+    boxes, *decoded = PostProcessor(classification, predictions.logits[-1, 0].numel()).rank(predictions)
+    boxes = boxes * boxes.new_tensor([width, height, width, height])
     found: dict[int, AttendedQuery] = {}
-    decoded = classification.decode(predictions.logits[-1], predictions.logits[-1][0].numel())
-    for score, label, query in zip(*(part[0].tolist() for part in decoded), strict=True):
+    for box, score, label, query in zip(*(part[0].tolist() for part in (boxes, *decoded)), strict=True):
         if not found or (score >= LEAST_SCORE and query not in found):  # with sigmoids a query may have several classes
-            found[query] = AttendedQuery(f"{classes.names[label]} {score:.2f}", query, box=tuple(boxes[query].tolist()))
+            found[query] = AttendedQuery(f"{classes.names[label]} {score:.2f}", query, box=tuple(box))
     canvas = tuple(batch.images.shape[2:])
     return ForwardRecord(detector, image, original_size, canvas, layers, inputs, list(found.values())[:count])
 
