@@ -15,12 +15,10 @@ from typing import Any
 from fvcore.common.config import CfgNode
 
 import cpvt_det.config
-from cpvt_det.builders import DETECTOR_REGISTRY
+from cpvt_det.builders import PART_REGISTRIES
 from cpvt_det.common.registry import PartRegistry
-from cpvt_det.losses import CLASSIFICATION_REGISTRY
-from cpvt_det.models import BACKBONE_REGISTRY, NECK_REGISTRY, QUERY_REGISTRY
 from cpvt_det.models.denoising import ContrastiveDenoising
-from cpvt_det.position.encoding import FACTS, POSITION_REGISTRY
+from cpvt_det.position.encoding import FACTS
 
 DOCUMENT = Path(__file__).resolve().parent / "config.md"
 HEAD = """\
@@ -103,17 +101,19 @@ def document() -> str:
 def _options_of_parts() -> Iterator[str]:
     """For each node and part of ours, its options: name, default, and the sentence of its docstring."""
     shared = {key.lower() for key in cpvt_det.config.get_cfg().MODEL.BACKBONE} | {"checkpointing"}
-    for node, registry, given in (
-        ("DETECTOR", DETECTOR_REGISTRY, set()),
-        ("BACKBONE", BACKBONE_REGISTRY, shared),
-        ("NECK", NECK_REGISTRY, GIVEN | {"num_levels", "mask_padding", "channels"}),
-        ("POSITION", POSITION_REGISTRY, set(FACTS)),
-        ("QUERIES", QUERY_REGISTRY, GIVEN | {"channels"}),
-        ("CRITERION.CLASSIFICATION", CLASSIFICATION_REGISTRY, GIVEN),
-    ):
+    given = {
+        "DETECTOR": set(),
+        "BACKBONE": shared,
+        "NECK": GIVEN | {"num_levels", "mask_padding", "channels"},
+        "POSITION": set(FACTS),
+        "QUERIES": GIVEN | {"channels"},
+        "CRITERION.CLASSIFICATION": GIVEN,
+    }
+    for node in given:
         takers: dict[str, list[str]] = {}
+        registry = PART_REGISTRIES[node]
         for name in registry.names:
-            for line in _options(registry, name, given) if "+" not in name and _is_ours(registry.find(name)) else ():
+            for line in _options(registry, name, given[node]) if "+" not in name and _is_ours(registry.find(name)) else ():
                 takers.setdefault(line, []).append(f"`{name}`")
         lines = [f"- {line} ({', '.join(names[:2])}{', ...' * (len(names) > 2)})" for line, names in takers.items()]
         if lines:

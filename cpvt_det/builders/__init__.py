@@ -14,8 +14,8 @@ _NAMES = {
     ),
     "datasets": "check_class_datasets check_datasets set_classes training_records",
     "detector": (
-        "DETECTOR_REGISTRY build_detector build_output_decoder build_postprocessor detector_arguments is_classifier "
-        "register_detector shared_arguments transformer_arguments"
+        "DETECTOR_REGISTRY PART_REGISTRIES build_detector build_output_decoder build_postprocessor detector_arguments "
+        "is_classifier register_detector shared_arguments transformer_arguments"
     ),
     "parts": (
         "backbone_position build_backbone build_classification build_criterion build_device build_encoder_position require_patches"

@@ -21,11 +21,12 @@ from cpvt_det.common.errors import ConfigError, UnknownNameError, config_errors
 from cpvt_det.common.registry import PartRegistry, options_of
 from cpvt_det.evaluation.answers import ClassScores, PostProcessor
 from cpvt_det.fast import accelerate
+from cpvt_det.losses import CLASSIFICATION_REGISTRY
 from cpvt_det.models.deformable_detr import DeformableDecoder
 from cpvt_det.models.denoising import ContrastiveDenoising
 from cpvt_det.models.encoder import Encoder
 from cpvt_det.models.real_time_detr import NormedNeck
-from cpvt_det.position import build_position
+from cpvt_det.position import POSITION_REGISTRY, build_position
 
 OF_PROPOSALS = ("proposals", "mixed")
 """The query sources that start from the encoder's proposals."""
@@ -35,6 +36,16 @@ DETECTOR_REGISTRY = PartRegistry("DETECTOR", "MODEL.META_ARCHITECTURE", frozense
 """``MODEL.META_ARCHITECTURE`` -> a function that takes a config and a backbone (or ``None`` for the config's own) and returns the
 keyword arguments of the detector's constructor. Its other keywords are options, which are keys of ``MODEL.DETECTOR``; see
 :func:`register_detector`."""
+PART_REGISTRIES = {
+    "DETECTOR": DETECTOR_REGISTRY,
+    "BACKBONE": models.BACKBONE_REGISTRY,
+    "NECK": models.NECK_REGISTRY,
+    "POSITION": POSITION_REGISTRY,
+    "BACKBONE.POSITION": POSITION_REGISTRY,
+    "QUERIES": models.QUERY_REGISTRY,
+    "CRITERION.CLASSIFICATION": CLASSIFICATION_REGISTRY,
+}
+"""Node of ``MODEL`` -> registry of the parts whose options the node takes."""
 
 
 def register_detector(name: str, detector: type[models.ImageModel]) -> Callable:

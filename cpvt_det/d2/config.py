@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Our keys in detectron2's config."""
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -8,11 +9,8 @@ from detectron2.config import CfgNode, get_cfg
 from fvcore.common.config import CfgNode as CoreCfgNode
 
 from cpvt_det import config as core
-from cpvt_det.builders import DETECTOR_REGISTRY
+from cpvt_det.builders import PART_REGISTRIES
 from cpvt_det.common.errors import ConfigError
-from cpvt_det.losses import CLASSIFICATION_REGISTRY
-from cpvt_det.models import BACKBONE_REGISTRY, NECK_REGISTRY, QUERY_REGISTRY
-from cpvt_det.position import POSITION_REGISTRY
 
 
 def add_cpvt_det_config(cfg: CfgNode) -> None:
@@ -98,13 +96,10 @@ def add_keys(cfg: CfgNode, with_known: bool) -> None:
     """
     _add(core.get_cfg(), cfg, with_known)
     add_peg_config(cfg)
-    model = cfg.MODEL
-    nodes = (model.DETECTOR, model.BACKBONE, model.NECK, model.POSITION, model.BACKBONE.POSITION, model.QUERIES)
-    registries = (DETECTOR_REGISTRY, BACKBONE_REGISTRY, NECK_REGISTRY, POSITION_REGISTRY, POSITION_REGISTRY, QUERY_REGISTRY)
-    pairs = [*zip(nodes, registries, strict=True), (model.CRITERION.CLASSIFICATION, CLASSIFICATION_REGISTRY)]
-    options = [(node, option) for node, registry in pairs for name in registry.names for option in registry.parameters(name)]
-    for node, option in [*options, (model.QUERIES, "label_noise"), (model.QUERIES, "box_noise")]:
-        node.setdefault(option.upper(), None)
+    pairs = [(node, registry, name) for node, registry in PART_REGISTRIES.items() for name in registry.names]
+    options = [(node, option) for node, registry, name in pairs for option in registry.parameters(name)]
+    for node, option in [*options, ("QUERIES", "label_noise"), ("QUERIES", "box_noise")]:
+        functools.reduce(getattr, node.split("."), cfg.MODEL).setdefault(option.upper(), None)
 
 
 def _add(source: CoreCfgNode, target: CfgNode, with_known: bool) -> None:
