@@ -6,10 +6,12 @@ If its score thresholds are known, the folder also has ``thresholds.json``: ``{"
 """
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fvcore.common.config import CfgNode
 from torch import Tensor
 
 from cpvt_det.checkpoint.files import write_checkpoint
@@ -17,6 +19,7 @@ from cpvt_det.common.class_names import Classes
 from cpvt_det.common.errors import WeightsError, first_line
 from cpvt_det.common.files import atomic_file, write_json
 from cpvt_det.common.structures import Thresholds
+from cpvt_det.config import get_cfg
 
 CONFIG, WEIGHTS, CLASSES, THRESHOLDS = "config.yaml", "model.safetensors", "classes.json", "thresholds.json"
 
@@ -52,6 +55,20 @@ def save_model(
             write_json(thresholds.state_dict(), folder / THRESHOLDS, indent=1)
     except OSError as error:
         raise WeightsError(f"cannot write the model folder {folder}: {error.strerror}") from error
+
+
+def without_places(cfg: CfgNode) -> CfgNode:
+    """A copy of a config without local paths, data addresses or callbacks. Names of weights stay, except ``MODEL.WEIGHTS``."""
+    cfg, default = cfg.clone(), get_cfg()
+    cfg.OUTPUT_DIR, cfg.DATASETS.REGISTER, cfg.MODEL.WEIGHTS = default.OUTPUT_DIR, [], ""
+    cfg.MODEL.WEIGHTS_SHA256 = ""
+    cfg.DATASETS.CACHE, cfg.CALLBACKS = default.DATASETS.CACHE, []
+    backbone, classifier = cfg.MODEL.BACKBONE, cfg.MODEL.CLASSIFIER
+    for node, key in ((backbone, "WEIGHTS"), (classifier, "TEACHER"), (classifier, "TEACHER_WEIGHTS")):
+        value = node[key].removeprefix("timm/")  # prefix of a teacher's name
+        if Path(value).parent != Path() or os.path.exists(value):  # a file, not a name
+            node[key] = ""
+    return cfg
 
 
 def is_in_folder(path: Path) -> bool:

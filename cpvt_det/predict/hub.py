@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Model folders on Hugging Face's hub, and their cards, written from a checkpoint and its run; imported only when used."""
 
-import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,9 +13,8 @@ from tabulate import tabulate
 from cpvt_det.builders import is_classifier
 from cpvt_det.checkpoint.fetch import hub_errors
 from cpvt_det.checkpoint.files import read_checkpoint
-from cpvt_det.checkpoint.model_folder import CONFIG
+from cpvt_det.checkpoint.model_folder import CONFIG, without_places
 from cpvt_det.common.errors import DataError
-from cpvt_det.config import get_cfg
 from cpvt_det.visualize.curves import read_metrics
 
 MOST_NAMES = 20
@@ -89,20 +87,6 @@ def push(
             api = HfApi(token=token)
             repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
             return str(api.upload_folder(repo_id=repo_id, folder_path=folder, revision=branch, **options))
-
-
-def without_places(cfg: CfgNode) -> CfgNode:
-    """A copy of a config without local paths, data addresses or callbacks. Names of weights stay, except ``MODEL.WEIGHTS``."""
-    cfg, default = cfg.clone(), get_cfg()
-    cfg.OUTPUT_DIR, cfg.DATASETS.REGISTER, cfg.MODEL.WEIGHTS = default.OUTPUT_DIR, [], ""
-    cfg.MODEL.WEIGHTS_SHA256 = ""
-    cfg.DATASETS.CACHE, cfg.CALLBACKS = default.DATASETS.CACHE, []
-    backbone, classifier = cfg.MODEL.BACKBONE, cfg.MODEL.CLASSIFIER
-    for node, key in ((backbone, "WEIGHTS"), (classifier, "TEACHER"), (classifier, "TEACHER_WEIGHTS")):
-        value = node[key].removeprefix("timm/")  # prefix of a teacher's name
-        if Path(value).parent != Path() or os.path.exists(value):  # a file, not a name
-            node[key] = ""
-    return cfg
 
 
 def write_card(predictor: Any, repo_id: str, cfg: CfgNode) -> str:

@@ -163,7 +163,7 @@ def test_no_place_on_this_machine_is_pushed(hub, tiny_run, tmp_path):
 
 
 def test_names_of_weights_are_pushed():
-    from cpvt_det.predict.hub import without_places
+    from cpvt_det.checkpoint.model_folder import without_places
 
     words = {"BACKBONE__WEIGHTS": "DEFAULT", "CLASSIFIER__TEACHER": "timm/deit_small", "CLASSIFIER__TEACHER_WEIGHTS": "DEFAULT"}
     cfg = random_config(**{f"MODEL__{key}": value for key, value in words.items()})
