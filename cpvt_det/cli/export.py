@@ -15,7 +15,7 @@ from typing import Any
 import click
 import torch
 from tabulate import tabulate
-from torch import Tensor
+from torch import Tensor, nn
 
 from cpvt_det import builders
 from cpvt_det.checkpoint.exported import INPUTS, Run, is_exported, load_for_evaluation, open_program
@@ -28,7 +28,6 @@ from cpvt_det.common.structures import Size
 from cpvt_det.data.coco import CocoDataset
 from cpvt_det.export import check, program
 from cpvt_det.export.quantize import quantize
-from cpvt_det.models import ImageModel
 from cpvt_det.training.evaluate import evaluate
 from cpvt_det.training.tasks.task import build_task, figure_of
 
@@ -212,7 +211,7 @@ def _dimensions(text: str) -> list[str]:
     return names
 
 
-def _fixed(dynamic: Collection[str], batch: int | None, size: str | None, detector: ImageModel) -> tuple[int | None, Size | None]:
+def _fixed(dynamic: Collection[str], batch: int | None, size: str | None, detector: nn.Module) -> tuple[int | None, Size | None]:
     """The fixed batch and canvas from ``--batch`` and ``--size``; ``None`` for dynamic ones. The default of a fixed batch is 1."""
     is_fixed = not {"height", "width"} <= set(dynamic)
     for option, value, fits in (("batch", batch, "batch" not in dynamic), ("size", size, is_fixed)):

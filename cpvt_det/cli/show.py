@@ -15,7 +15,6 @@ from cpvt_det.common.errors import BadInputError
 from cpvt_det.common.structures import Size, split_samples
 from cpvt_det.config import load_cfg
 from cpvt_det.data.images import read_image
-from cpvt_det.models import Detector
 from cpvt_det.training.setup import choose_seed
 from cpvt_det.training.tasks import build_task
 from cpvt_det.visualize.attention import dense_models, draw_attention, draw_attention_by_position
@@ -175,7 +174,7 @@ def _model(name: str, config_file: str) -> NamedDetector:
 
 def _load_detector(weights: str, config_file: str) -> Trained:
     trained = load_trained(weights, config_file=config_file)
-    if not isinstance(trained.detector, Detector):
+    if builders.is_classifier(trained.cfg):
         raise BadInputError(f"{weights} is a {type(trained.detector).__name__}; this picture is for detectors")
     return trained
 
