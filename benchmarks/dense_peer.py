@@ -40,8 +40,8 @@ from benchmarks.load import check_load
 from benchmarks.machine import machine, versions
 from benchmarks.origin import commit_of
 from cpvt_det import builders
+from cpvt_det.builders.trained import Trained, load_trained
 from cpvt_det.checkpoint.initial import load_backbone_weights
-from cpvt_det.checkpoint.trained import Trained, load_trained
 from cpvt_det.cli import common_options, report_errors
 from cpvt_det.cli.folder import folder_config
 from cpvt_det.common.boxes import cxcywh_to_xyxy

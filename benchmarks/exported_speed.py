@@ -29,8 +29,8 @@ from benchmarks.harness import ROUNDS, Contender, Plan, Spread, Work, ratios, ru
 from benchmarks.load import check_load
 from benchmarks.records import about_run, write_record
 from cpvt_det import builders
-from cpvt_det.checkpoint.exported import EXPORTED, is_exported, load_model
-from cpvt_det.checkpoint.trained import Trained
+from cpvt_det.builders.trained import Trained, load_model
+from cpvt_det.checkpoint.exported import EXPORTED, is_exported
 from cpvt_det.cli import common_options, report_errors
 from cpvt_det.training.evaluate import evaluate
 from cpvt_det.training.tasks.task import build_task, figure_of

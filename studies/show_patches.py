@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cpvt_det import builders
 from cpvt_det.builders import backbone_position
-from cpvt_det.checkpoint.trained import load_trained
+from cpvt_det.builders.trained import load_trained
 from cpvt_det.cli import common_options, report_errors
 from cpvt_det.cli.show import output_option, read_size, weights_config_option
 from cpvt_det.common.errors import BadInputError

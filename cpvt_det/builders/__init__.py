@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build objects from a config. No other part of the core reads a config; every class takes plain arguments.
+"""Build objects from a config, or from trained weights and the config in them. No other part of the core reads a config; every
+class takes plain arguments.
 
 Every function can be imported from here. Its module is loaded at first use, so data can be checked without importing torch.
 """
@@ -20,6 +21,7 @@ _NAMES = {
     "parts": (
         "backbone_position build_backbone build_classification build_criterion build_device build_encoder_position require_patches"
     ),
+    "trained": "load_for_evaluation load_model load_teacher load_trained",
     "training": "build_ema build_optimizer build_schedule build_step",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}

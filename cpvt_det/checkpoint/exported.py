@@ -4,7 +4,6 @@
 import functools
 import json
 import os
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,22 +13,17 @@ from fvcore.common.config import CfgNode
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cpvt_det.builders import build_device
 from cpvt_det.checkpoint.fetch import EXPORTED
-from cpvt_det.checkpoint.trained import Trained, config_of_weights, config_to_use, load_trained
-from cpvt_det.checkpoint.weights import Weights
-from cpvt_det.common.class_names import Classes, require_same_classes
-from cpvt_det.common.errors import ConfigError, MapSizeError, WeightsError, first_line
+from cpvt_det.checkpoint.weights import Weights, config_of_weights
+from cpvt_det.common.class_names import Classes
+from cpvt_det.common.errors import MapSizeError, WeightsError, first_line
 from cpvt_det.common.structures import PaddedBatch, Thresholds
-from cpvt_det.config import flat_items
 
 INPUTS = ("images", "padding_mask")
 """Names of a program's inputs; a program for images that fill their canvas has only the first."""
 METADATA_KEY = "cpvt_det"
 """Key of the JSON metadata that is written with a program."""
 PACKAGES = {"onnx": "onnxruntime", "openvino": "openvino"}
-FIXED = re.compile(r"TEST\.(DETECTIONS_PER_IMAGE|NMS)$|MODEL\.(?!(.*\.)?(DEVICE|WEIGHTS|WEIGHTS_SHA256|NUM_CLASSES)$)")
-"""Keys that cannot be changed once a program is written."""
 Run = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 
 
@@ -105,48 +99,9 @@ def is_exported(word: str | os.PathLike[str]) -> bool:
     return Path(word).suffix in EXPORTED
 
 
-def load_model(
-    path: str | os.PathLike[str], device: str | torch.device | None = None, config_file: str = "", overrides: Sequence[str] = ()
-) -> Trained:
-    """Load a model with :func:`cpvt_det.checkpoint.trained.load_trained`, or an exported program.
-
-    Args:
-        path, config_file, overrides: as in ``load_trained``; the path may also be that of an exported program.
-        device: as in ``load_trained``; programs run on the CPU.
-
-    Raises:
-        WeightsError: weights or a program that cannot be read.
-        ConfigError: keys that cannot be used, or that are fixed in the program; a device that does not exist.
-    """
-    if not is_exported(path):
-        return load_trained(path, device, config_file, overrides)
-    stored, weights, model = _read(path)
-    cfg = config_to_use(weights, device, config_file, overrides)
-    _require_fitting(cfg, stored, model.origin)
-    return Trained(cfg, model.eval(), weights.classes, weights.thresholds)
-
-
-def load_for_evaluation(cfg: CfgNode, classes: Classes) -> tuple[ExportedModel, Thresholds | None]:
-    """Load the program in ``MODEL.WEIGHTS`` and its score thresholds, for a run that evaluates it.
-
-    Args:
-        cfg: config of the run.
-        classes: classes of the data.
-
-    Raises:
-        WeightsError: a program that cannot be read.
-        DataError: other classes than those of the program.
-        ConfigError: keys that are fixed in the program, or a device that is not a CPU.
-    """
-    stored, weights, model = _read(cfg.MODEL.WEIGHTS)
-    _require_fitting(cfg, stored, model.origin)
-    require_same_classes(weights.classes, classes, f"{model.origin} and the data")
-    return model.eval(), weights.thresholds
-
-
 def config_of(path: str | os.PathLike[str]) -> str:
     """The config that a program contains, as YAML."""
-    return _read(path)[1].config
+    return read_program(path)[1].config
 
 
 def open_program(path: str | os.PathLike[str], format: str) -> Program:
@@ -218,8 +173,12 @@ def _open_openvino(path: str) -> Program:
     return Program(run, facts)
 
 
-def _read(path: str | os.PathLike[str]) -> tuple[CfgNode, Weights, ExportedModel]:
-    """The config, the other metadata, and the model of a program."""
+def read_program(path: str | os.PathLike[str]) -> tuple[CfgNode, Weights, ExportedModel]:
+    """The config, the other metadata, and the model of a program.
+
+    Raises:
+        WeightsError: a file that cannot be read, or that ``cpvt-det export`` of this version did not write.
+    """
     program, origin = open_program(path, EXPORTED[Path(path).suffix]), str(path)
     try:
         facts = program.facts
@@ -233,19 +192,3 @@ def _read(path: str | os.PathLike[str]) -> tuple[CfgNode, Weights, ExportedModel
             f"{origin} was not written by cpvt-det export: it lacks the config of its model; export it again"
         ) from error
     return config_of_weights(weights), weights, model
-
-
-def _require_fitting(cfg: CfgNode, stored: CfgNode, origin: str) -> None:
-    """Refuse a config whose model differs from the program's or whose device is a GPU. Keys that only one of the configs has are
-    ignored."""
-    written, used = dict(flat_items(stored)), dict(flat_items(cfg))
-    for key in sorted(written.keys() & used.keys()):
-        before, now = (list(value) if isinstance(value, tuple) else value for value in (written[key], used[key]))
-        if FIXED.match(key) and before != now:
-            raise ConfigError(
-                f"{origin} is an exported program, in which {key} is fixed; leave this key unchanged, or set it when you run "
-                "cpvt-det export"
-            )
-    if cfg.MODEL.DEVICE != "auto" and build_device(cfg).type != "cpu":
-        raise ConfigError(f"{origin} is an exported program, which runs on the CPU here; leave out the device, or set it to cpu")
-    cfg.MODEL.DEVICE = "auto"

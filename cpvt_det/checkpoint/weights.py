@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fvcore.common.config import CfgNode
 from torch import Tensor
 
 from cpvt_det.checkpoint.convert import convert_state_dict, detect_source
@@ -20,9 +21,9 @@ from cpvt_det.checkpoint.fetch import EXPORTED, Start, find_start, locate, start
 from cpvt_det.checkpoint.files import read_checkpoint, sha256_of, state_dict_of
 from cpvt_det.checkpoint.model_folder import is_in_folder, read_node
 from cpvt_det.common.class_names import COCO_CLASSES, COCO_ROWS, Classes
-from cpvt_det.common.errors import WeightsError
+from cpvt_det.common.errors import UnknownNameError, WeightsError
 from cpvt_det.common.structures import Thresholds
-from cpvt_det.config import load_cfg
+from cpvt_det.config import flat_items, get_cfg, load_cfg, merge_checked, nested, parse_config
 from cpvt_det.models.backbones.resnet import DEPTHS
 
 CLASS_HEAD = re.compile(r"^(class_embed\.(\d+\.)?|distilled_embed\.)(weight|bias)$")
@@ -125,6 +126,32 @@ def read_weights(weights: str | Path | Mapping[str, Any]) -> Weights:
         config = recognise(state_dict, found, start or (path and start_of_file(path)))
     thresholds = None if classes is None else _stored_thresholds(node.get("thresholds"), len(classes), origin)
     return Weights(state_dict, classes, found, origin, config, thresholds, _proposes_classes(state_dict, found, config), path)
+
+
+def config_of_weights(weights: Weights) -> CfgNode:
+    """The config that weights were trained with.
+
+    Raises:
+        WeightsError: weights whose config is unknown or belongs to a different version.
+    """
+    if weights.config is None:
+        origin = "" if weights.source is None else f"comes from another project ({weights.source}) and "
+        raise WeightsError(
+            f"{weights.origin} {origin}contains no config; give one with --config-file, for example "
+            "--config-file coco/detr_r50_sine_50ep.yaml"
+        )
+    cfg, source = get_cfg(), f"the config in {weights.origin}"
+    stored = parse_config(weights.config, source)
+    known = dict(flat_items(cfg))  # other keys, such as detectron2's training keys, change no detection
+    used = nested((key, value) for key, value in flat_items(stored) if key in known or key.startswith(("MODEL.", "INPUT.")))
+    try:
+        merge_checked(cfg, used, source)
+    except UnknownNameError as error:
+        raise WeightsError(
+            f"{error}; the config may be from another version, or for detectron2 (use its DefaultPredictor then); --config-file "
+            "replaces it"
+        ) from error
+    return cfg
 
 
 def _proposes_classes(state_dict: Mapping[str, Tensor], source: str | None, config: str | None) -> bool | None:

@@ -18,8 +18,8 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from cpvt_det import builders
-from cpvt_det.checkpoint.exported import INPUTS, Run, is_exported, load_for_evaluation, open_program
-from cpvt_det.checkpoint.trained import Trained, load_trained
+from cpvt_det.builders.trained import Trained, load_for_evaluation, load_trained
+from cpvt_det.checkpoint.exported import INPUTS, Run, is_exported, open_program
 from cpvt_det.cli import common_options
 from cpvt_det.cli.train import RUN_CONTEXT
 from cpvt_det.common.class_names import require_same_classes

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from cpvt_det.builders import is_classifier
-from cpvt_det.checkpoint.exported import load_model
+from cpvt_det.builders.trained import load_model
 from cpvt_det.cli import common_options
 from cpvt_det.cli.train import RUN_CONTEXT, tiles_options, tiles_overrides
 from cpvt_det.common.errors import BadInputError, counted

@@ -3,7 +3,7 @@
 
 import click
 
-from cpvt_det.checkpoint.trained import load_trained
+from cpvt_det.builders.trained import load_trained
 from cpvt_det.cli import common_options
 from cpvt_det.common.errors import BadInputError
 from cpvt_det.predict import Predictor

@@ -8,7 +8,7 @@ import click
 import torch
 
 from cpvt_det import builders
-from cpvt_det.checkpoint.trained import Trained, load_trained
+from cpvt_det.builders.trained import Trained, load_trained
 from cpvt_det.cli import common_options
 from cpvt_det.cli.train import RUN_CONTEXT, build_any, config_file_option, load_any, runner_options
 from cpvt_det.common.errors import BadInputError

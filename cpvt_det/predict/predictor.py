@@ -15,10 +15,10 @@ from PIL import Image
 from torch import Tensor, nn
 
 from cpvt_det.builders import build_class_mapper, build_postprocessor, build_test_mapper, build_tiling, is_classifier
-from cpvt_det.checkpoint.exported import ExportedModel, load_model
+from cpvt_det.builders.trained import Trained, load_model
+from cpvt_det.checkpoint.exported import ExportedModel
 from cpvt_det.checkpoint.fetch import fetch_folder
 from cpvt_det.checkpoint.model_folder import save_model
-from cpvt_det.checkpoint.trained import Trained
 from cpvt_det.common.class_names import Classes
 from cpvt_det.common.errors import ConfigError, DataError, RunStoppedError, WeightsError
 from cpvt_det.common.structures import DEFAULT_THRESHOLD, Thresholds

@@ -12,8 +12,9 @@ from torch import nn
 
 from cpvt_det import builders
 from cpvt_det.builders.datasets import log_data
+from cpvt_det.builders.trained import load_for_evaluation
 from cpvt_det.checkpoint.checkpointer import BEST, BestSoFar, RunCheckpointer, RunState
-from cpvt_det.checkpoint.exported import is_exported, load_for_evaluation
+from cpvt_det.checkpoint.exported import is_exported
 from cpvt_det.checkpoint.initial import load_initial_weights
 from cpvt_det.checkpoint.resume import FINAL, choose_to_resume
 from cpvt_det.common import distributed

@@ -19,8 +19,7 @@ from cpvt_det.checkpoint import fetch
 from cpvt_det.checkpoint.fetch import STARTER, find_start, starts
 from cpvt_det.checkpoint.files import sha256_of
 from cpvt_det.checkpoint.load import nearly_named
-from cpvt_det.checkpoint.trained import config_of_weights
-from cpvt_det.checkpoint.weights import read_weights
+from cpvt_det.checkpoint.weights import config_of_weights, read_weights
 from cpvt_det.common.errors import ConfigError, counted
 from cpvt_det.config import flat_items, get_cfg
 from cpvt_det.training import recipe

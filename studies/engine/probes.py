@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchvision.ops import box_iou
 
 from cpvt_det.builders import build_postprocessor, build_test_loader, load_tests
-from cpvt_det.checkpoint.trained import Trained
+from cpvt_det.builders.trained import Trained
 from cpvt_det.common.structures import Detections, level_padding_mask
 from cpvt_det.data.shapes.scene import Scene, Shape, ShapesSpec, draw_image, paint_scene, plan_scene
 from cpvt_det.evaluation.answers import detect

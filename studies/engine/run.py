@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from benchmarks.origin import describe_origin
-from cpvt_det.checkpoint.trained import Trained, load_trained
+from cpvt_det.builders.trained import Trained, load_trained
 from cpvt_det.common.errors import MapSizeError, RunStoppedError, first_line
 from cpvt_det.common.files import write_json
 from cpvt_det.common.registry import import_inherited

@@ -18,9 +18,9 @@ from tabulate import tabulate
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))  # this folder is not part of the installed package
 
+from cpvt_det.builders.trained import load_trained
 from cpvt_det.checkpoint.fetch import STARTER, locate
 from cpvt_det.checkpoint.model_folder import save_model
-from cpvt_det.checkpoint.trained import load_trained
 from cpvt_det.cli import report_errors
 
 TABLE = Path(__file__).with_name("data.yaml")

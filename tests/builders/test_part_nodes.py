@@ -12,8 +12,8 @@ from tiny import DEFORMABLE, INSIDE_LAYERS, OF_DETR, overrides, random_config, s
 from torch import nn
 
 from cpvt_det.builders import DETECTOR_REGISTRY, build_criterion, build_detector, build_encoder_position
+from cpvt_det.builders.trained import load_trained
 from cpvt_det.checkpoint.initial import load_initial_weights
-from cpvt_det.checkpoint.trained import load_trained
 from cpvt_det.cli import main
 from cpvt_det.common.class_names import Classes
 from cpvt_det.common.errors import ConfigError

@@ -16,9 +16,9 @@ from tiny import DETECTORS, DFINE, DINO, RTDETR
 from torch.nn import functional as F
 
 from cpvt_det import builders
-from cpvt_det.checkpoint.exported import load_model, open_program
+from cpvt_det.builders.trained import load_model, load_trained
+from cpvt_det.checkpoint.exported import open_program
 from cpvt_det.checkpoint.files import write_checkpoint
-from cpvt_det.checkpoint.trained import load_trained
 from cpvt_det.cli import main
 from cpvt_det.common.errors import BadInputError
 from cpvt_det.common.structures import Detections

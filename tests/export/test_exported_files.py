@@ -17,9 +17,9 @@ from torch import nn
 
 from benchmarks import exported_speed
 from cpvt_det import Predictor
+from cpvt_det.builders.trained import load_for_evaluation, load_trained
 from cpvt_det.checkpoint import exported
-from cpvt_det.checkpoint.exported import EXPORTED, INPUTS, ExportedModel, Program, load_for_evaluation, open_program
-from cpvt_det.checkpoint.trained import load_trained
+from cpvt_det.checkpoint.exported import EXPORTED, INPUTS, ExportedModel, Program, open_program
 from cpvt_det.cli import main
 from cpvt_det.common.class_names import Classes
 from cpvt_det.common.errors import BadInputError, ConfigError, DataError, MapSizeError, RunStoppedError, WeightsError

@@ -75,7 +75,7 @@ CASES = [
         "show attention: the config of another model",
         attention("--config-file", "coco/detr_r50_peg_50ep.yaml"),
         "model.pth has different shapes from the config's model: ",
-        guard=(SHAPES, Cut("checkpoint/trained.py", "if report.is_partial:", "if False:")),
+        guard=(SHAPES, Cut("builders/trained.py", "if report.is_partial:", "if False:")),
     ),
     Case(
         "show attention: an image for weights",
@@ -87,7 +87,7 @@ CASES = [
         "show attention: a checkpoint of another project",
         attention(weights="other.pth"),
         "other.pth contains no config; give one with --config-file, for example --config-file coco/detr_r50_sine_50ep.yaml",
-        guard=Cut("checkpoint/trained.py", "if weights.config is None:", "if False:"),
+        guard=Cut("checkpoint/weights.py", "if weights.config is None:", "if False:"),
     ),
     Case(
         "show attention: a point outside the image",

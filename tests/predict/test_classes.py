@@ -9,8 +9,8 @@ from click.testing import CliRunner
 from image_classes import class_words, draw_folders
 from PIL import Image
 
+from cpvt_det.builders.trained import load_trained
 from cpvt_det.checkpoint.load import load_weights
-from cpvt_det.checkpoint.trained import load_trained
 from cpvt_det.cli import main
 from cpvt_det.cli.export import _report
 from cpvt_det.common.errors import ConfigError, RunStoppedError

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from image_classes import class_words, draw_folders
 from PIL import Image
 
-from cpvt_det.checkpoint.trained import load_trained
+from cpvt_det.builders.trained import load_trained
 from cpvt_det.common.errors import ConfigError
 from cpvt_det.config import load_cfg
 from cpvt_det.training.evaluate import evaluate

@@ -14,8 +14,8 @@ from click.testing import CliRunner
 from PIL import Image
 from tiny import save_random
 
+from cpvt_det.builders.trained import load_trained
 from cpvt_det.checkpoint.fetch import STARTER, locate
-from cpvt_det.checkpoint.trained import load_trained
 from studies.starter import data, package
 
 

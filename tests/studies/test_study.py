@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from cpvt_det.checkpoint.trained import load_trained
+from cpvt_det.builders.trained import load_trained
 from cpvt_det.common.errors import ConfigError, RunStoppedError, UnknownNameError
 from cpvt_det.config import load_cfg
 from studies.engine import probes

@@ -363,7 +363,7 @@ def test_parts_of_a_step_sum_to_the_whole(folders, tmp_path):
 
 def test_a_student_learns_the_classes_of_its_teacher_by_name(trained, folders, tmp_path):
     """The teacher's own classes are in another order here; its answers are compared with its own scores."""
-    from cpvt_det.checkpoint.trained import load_teacher, load_trained
+    from cpvt_det.builders.trained import load_teacher, load_trained
 
     weights = str(trained / "model_best.pth")
     cfg = config(folders, tmp_path, MODEL__CLASSIFIER__TEACHER=weights)
@@ -384,7 +384,7 @@ def test_a_student_learns_the_classes_of_its_teacher_by_name(trained, folders, t
 
 
 def test_a_network_of_timm_teaches_with_its_own_statistics_of_pixels(folders, tmp_path):
-    from cpvt_det.checkpoint.trained import load_teacher
+    from cpvt_det.builders.trained import load_teacher
 
     torch.manual_seed(0)
     network = timm.create_model("test_vit", num_classes=3, img_size=160).eval()
@@ -406,7 +406,7 @@ def test_a_network_of_timm_teaches_with_its_own_statistics_of_pixels(folders, tm
 
 
 def test_a_distilled_network_of_timm_is_a_teacher(folders, tmp_path):
-    from cpvt_det.checkpoint.trained import load_teacher
+    from cpvt_det.builders.trained import load_teacher
 
     network = timm.create_model("deit_tiny_distilled_patch16_224", num_classes=3, depth=1).eval()
     network.head_dist.bias.data[1] = 99.0

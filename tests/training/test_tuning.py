@@ -15,12 +15,12 @@ from test_starts import served  # noqa: F401
 from tiny import save_random
 
 from cpvt_det.builders import build_detector
+from cpvt_det.builders.trained import load_trained
 from cpvt_det.checkpoint import fetch
 from cpvt_det.checkpoint.fetch import STARTER, Place, Start, starts
 from cpvt_det.checkpoint.files import sha256_of
 from cpvt_det.checkpoint.initial import load_initial_weights
 from cpvt_det.checkpoint.load import load_weights, nearly_named
-from cpvt_det.checkpoint.trained import load_trained
 from cpvt_det.checkpoint.weights import read_weights
 from cpvt_det.cli import main
 from cpvt_det.common.class_names import COCO_CLASSES, COCO_ROWS, Classes

@@ -101,7 +101,7 @@ class ClassificationTask(Task):
         Raises:
             ConfigError: values of ``MODEL.CLASSIFIER`` or ``INPUT.CLASSIFY`` that cannot be used.
         """
-        from cpvt_det.checkpoint.trained import load_teacher
+        from cpvt_det.builders.trained import load_teacher
         from cpvt_det.losses.class_training import BatchMixing, ClassCriterion, ClassTrainingModel
 
         node, given = self.cfg.MODEL.CLASSIFIER, self.cfg.INPUT.CLASSIFY

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turn a checkpoint that contains its config and its classes into a detector that is ready to use, or into a student's teacher
-(``MODEL.CLASSIFIER.TEACHER``), which may also be one of timm's classifiers."""
+"""Turn a checkpoint that contains its config and its classes, or an exported program, into a detector that is ready to use; or turn
+a checkpoint or one of timm's classifiers into a student's teacher (``MODEL.CLASSIFIER.TEACHER``)."""
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,17 +15,20 @@ from torch import Tensor, nn
 from cpvt_det.builders.datasets import set_classes
 from cpvt_det.builders.detector import build_detector
 from cpvt_det.builders.parts import build_device
+from cpvt_det.checkpoint.exported import ExportedModel, is_exported, read_program
 from cpvt_det.checkpoint.files import read_checkpoint, state_dict_of
 from cpvt_det.checkpoint.initial import require_shapes
 from cpvt_det.checkpoint.load import load_weights
-from cpvt_det.checkpoint.weights import Weights, read_weights
-from cpvt_det.common.class_names import Classes
-from cpvt_det.common.errors import ConfigError, UnknownNameError, WeightsError, first_line
+from cpvt_det.checkpoint.weights import Weights, config_of_weights, read_weights
+from cpvt_det.common.class_names import Classes, require_same_classes
+from cpvt_det.common.errors import ConfigError, WeightsError, first_line
 from cpvt_det.common.structures import Thresholds
-from cpvt_det.config import flat_items, get_cfg, load_cfg, merge_checked, merge_overrides, nested, parse_config
+from cpvt_det.config import flat_items, load_cfg, merge_overrides
 from cpvt_det.models import Classifier
 from cpvt_det.models.backbones.contract import load_all
 
+FIXED = re.compile(r"TEST\.(DETECTIONS_PER_IMAGE|NMS)$|MODEL\.(?!(.*\.)?(DEVICE|WEIGHTS|WEIGHTS_SHA256|NUM_CLASSES)$)")
+"""Keys that cannot be changed once a program is written."""
 Teacher = Callable[[Tensor], Tensor]
 """(B, 3, h, w) float, RGB from 0 to 255 -> (B,) int64 in [0, K), the class with the highest score for each image."""
 
@@ -92,30 +96,59 @@ def load_trained(
     return Trained(cfg, detector.to(target).eval(), weights.classes, weights.thresholds)
 
 
-def config_of_weights(weights: Weights) -> CfgNode:
-    """The config that weights were trained with.
+def load_model(
+    path: str | os.PathLike[str], device: str | torch.device | None = None, config_file: str = "", overrides: Sequence[str] = ()
+) -> Trained:
+    """Load a model with :func:`load_trained`, or an exported program.
+
+    Args:
+        path, config_file, overrides: as in ``load_trained``; the path may also be that of an exported program.
+        device: as in ``load_trained``; programs run on the CPU.
 
     Raises:
-        WeightsError: weights whose config is unknown or belongs to a different version.
+        WeightsError: weights or a program that cannot be read.
+        ConfigError: keys that cannot be used, or that are fixed in the program; a device that does not exist.
     """
-    if weights.config is None:
-        origin = "" if weights.source is None else f"comes from another project ({weights.source}) and "
-        raise WeightsError(
-            f"{weights.origin} {origin}contains no config; give one with --config-file, for example "
-            "--config-file coco/detr_r50_sine_50ep.yaml"
-        )
-    cfg, source = get_cfg(), f"the config in {weights.origin}"
-    stored = parse_config(weights.config, source)
-    known = dict(flat_items(cfg))  # other keys, such as detectron2's training keys, change no detection
-    used = nested((key, value) for key, value in flat_items(stored) if key in known or key.startswith(("MODEL.", "INPUT.")))
-    try:
-        merge_checked(cfg, used, source)
-    except UnknownNameError as error:
-        raise WeightsError(
-            f"{error}; the config may be from another version, or for detectron2 (use its DefaultPredictor then); --config-file "
-            "replaces it"
-        ) from error
-    return cfg
+    if not is_exported(path):
+        return load_trained(path, device, config_file, overrides)
+    stored, weights, model = read_program(path)
+    cfg = config_to_use(weights, device, config_file, overrides)
+    _require_fitting(cfg, stored, model.origin)
+    return Trained(cfg, model.eval(), weights.classes, weights.thresholds)
+
+
+def load_for_evaluation(cfg: CfgNode, classes: Classes) -> tuple[ExportedModel, Thresholds | None]:
+    """Load the program in ``MODEL.WEIGHTS`` and its score thresholds, for a run that evaluates it.
+
+    Args:
+        cfg: config of the run.
+        classes: classes of the data.
+
+    Raises:
+        WeightsError: a program that cannot be read.
+        DataError: other classes than those of the program.
+        ConfigError: keys that are fixed in the program, or a device that is not a CPU.
+    """
+    stored, weights, model = read_program(cfg.MODEL.WEIGHTS)
+    _require_fitting(cfg, stored, model.origin)
+    require_same_classes(weights.classes, classes, f"{model.origin} and the data")
+    return model.eval(), weights.thresholds
+
+
+def _require_fitting(cfg: CfgNode, stored: CfgNode, origin: str) -> None:
+    """Refuse a config whose model differs from the program's or whose device is a GPU. Keys that only one of the configs has are
+    ignored."""
+    written, used = dict(flat_items(stored)), dict(flat_items(cfg))
+    for key in sorted(written.keys() & used.keys()):
+        before, now = (list(value) if isinstance(value, tuple) else value for value in (written[key], used[key]))
+        if FIXED.match(key) and before != now:
+            raise ConfigError(
+                f"{origin} is an exported program, in which {key} is fixed; leave this key unchanged, or set it when you run "
+                "cpvt-det export"
+            )
+    if cfg.MODEL.DEVICE != "auto" and build_device(cfg).type != "cpu":
+        raise ConfigError(f"{origin} is an exported program, which runs on the CPU here; leave out the device, or set it to cpu")
+    cfg.MODEL.DEVICE = "auto"
 
 
 def load_teacher(cfg: CfgNode, classes: Classes) -> Teacher:
