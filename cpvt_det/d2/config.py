@@ -4,12 +4,11 @@
 import functools
 from collections.abc import Sequence
 
-import torch
 from detectron2.config import CfgNode, get_cfg
 from fvcore.common.config import CfgNode as CoreCfgNode
 
 from cpvt_det import config as core
-from cpvt_det.builders import PART_REGISTRIES
+from cpvt_det.builders import PART_REGISTRIES, build_device
 from cpvt_det.common.errors import ConfigError
 
 
@@ -20,7 +19,7 @@ def add_cpvt_det_config(cfg: CfgNode) -> None:
     ``MODEL.DEVICE`` becomes ``cuda`` or ``cpu`` instead of ``auto``, which detectron2 would pass to torch.
     """
     add_keys(cfg, with_known=True)
-    cfg.MODEL.DEVICE = _auto_device()
+    cfg.MODEL.DEVICE = build_device(cfg).type
 
 
 def add_peg_config(cfg: CfgNode) -> None:
@@ -46,7 +45,7 @@ def load_cfg(config_file: str, overrides: Sequence[str] = ()) -> CfgNode:
         core.merge_checked(cfg, core.read_config(config_file), config_file)
     core.merge_overrides(cfg, overrides)
     if cfg.MODEL.DEVICE == "auto":
-        cfg.MODEL.DEVICE = _auto_device()
+        cfg.MODEL.DEVICE = build_device(cfg).type
     return cfg
 
 
@@ -71,10 +70,6 @@ def without_untouched(cfg: CfgNode) -> CfgNode:
     default = get_cfg()
     add_cpvt_det_config(default)
     return _kept(cfg, default, core.get_cfg())
-
-
-def _auto_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _kept(cfg: CfgNode, default: dict, ours: dict) -> CfgNode:
