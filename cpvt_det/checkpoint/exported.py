@@ -99,11 +99,6 @@ def is_exported(word: str | os.PathLike[str]) -> bool:
     return Path(word).suffix in EXPORTED
 
 
-def config_of(path: str | os.PathLike[str]) -> str:
-    """The config that a program contains, as YAML."""
-    return read_program(path)[1].config
-
-
 def open_program(path: str | os.PathLike[str], format: str) -> Program:
     """Open a program on the CPU, with as many threads as torch uses, in float32 unless the file says otherwise.
 

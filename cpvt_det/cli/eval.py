@@ -61,10 +61,10 @@ def eval(
 
 def _config_in(weights: str, folder: Path) -> str:
     """Write the config that weights contain to a file."""
-    from cpvt_det.checkpoint.exported import config_of, is_exported
+    from cpvt_det.checkpoint.exported import is_exported, read_program
     from cpvt_det.checkpoint.weights import read_weights
 
-    config = config_of(weights) if is_exported(weights) else read_weights(weights).config
+    config = (read_program(weights)[1] if is_exported(weights) else read_weights(weights)).config
     if config is None:
         raise WeightsError(f"{weights} contains no config; give its config with --config-file")
     (folder / "config.yaml").write_text(config, encoding="utf-8")
