@@ -22,7 +22,7 @@ _NAMES = {
         "backbone_position build_backbone build_classification build_criterion build_device build_encoder_position require_patches"
     ),
     "trained": "load_for_evaluation load_model load_teacher load_trained",
-    "training": "build_ema build_optimizer build_schedule build_step",
+    "training": "build_class_training_model build_ema build_optimizer build_schedule build_step build_training_model",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = list(_MODULES)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build the schedule, optimiser, moving average and training step from ``SOLVER``."""
+"""Build the model that training calls, and the schedule, optimiser, moving average and training step of ``SOLVER``."""
 
 import logging
 import math
@@ -8,9 +8,14 @@ import torch
 from fvcore.common.config import CfgNode
 from torch import nn
 
+from cpvt_det.builders.parts import build_criterion
+from cpvt_det.builders.trained import load_teacher
 from cpvt_det.common import distributed
+from cpvt_det.common.class_names import Classes
 from cpvt_det.common.errors import ConfigError, UnknownNameError, config_errors
 from cpvt_det.config import flat_items
+from cpvt_det.losses import TrainingModel
+from cpvt_det.losses.class_training import BatchMixing, ClassCriterion, ClassTrainingModel
 from cpvt_det.solver.optimizer import LRSchedule, MovingAverage, TrainingSchedule, parameter_groups
 from cpvt_det.solver.step import StepOptions, TrainStep
 
@@ -74,6 +79,33 @@ def build_ema(cfg: CfgNode, detector: nn.Module) -> MovingAverage | None:
     """The moving average of ``SOLVER.EMA``; ``None`` if it is not enabled."""
     with config_errors("SOLVER.EMA"):
         return MovingAverage(detector, cfg.SOLVER.EMA.DECAY) if cfg.SOLVER.EMA.ENABLED else None
+
+
+def build_training_model(cfg: CfgNode, detector: nn.Module) -> TrainingModel:
+    """A detector with the set loss of ``MODEL.CRITERION``; errors as for :func:`cpvt_det.builders.build_criterion`."""
+    return TrainingModel(detector, build_criterion(cfg))
+
+
+def build_class_training_model(cfg: CfgNode, classifier: nn.Module, classes: Classes) -> ClassTrainingModel:
+    """A classifier with its loss, Mixup and CutMix, and the teacher of ``MODEL.CLASSIFIER.TEACHER``.
+
+    Args:
+        cfg: config of the run.
+        classifier: model to train.
+        classes: classes of the training data.
+
+    Raises:
+        ConfigError: values of ``MODEL.CLASSIFIER`` or ``INPUT.CLASSIFY`` that cannot be used.
+    """
+    node, given = cfg.MODEL.CLASSIFIER, cfg.INPUT.CLASSIFY
+    teacher = load_teacher(cfg, classes) if node.TEACHER else None
+    if node.TEACHER_WEIGHTS and not node.TEACHER.startswith("timm/"):
+        raise ConfigError(f"MODEL.CLASSIFIER.TEACHER_WEIGHTS is {node.TEACHER_WEIGHTS!r}, but the teacher is not a timm network")
+    with config_errors("MODEL.CLASSIFIER.SMOOTHING"):
+        criterion = ClassCriterion(node.SMOOTHING)
+    with config_errors("INPUT.CLASSIFY"):
+        mixing = BatchMixing(cfg.MODEL.NUM_CLASSES, given.MIXUP, given.CUTMIX)
+    return ClassTrainingModel(classifier, criterion, mixing, teacher)
 
 
 def build_step(

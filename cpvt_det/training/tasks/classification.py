@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from cpvt_det.common.structures import Sample
     from cpvt_det.data.loader import SampleLoader
     from cpvt_det.evaluation.top_k import ClassEvaluator
-    from cpvt_det.losses.class_training import ClassTrainingModel
 
 logger = logging.getLogger("cpvt_det")
 ANSWERS, CONFUSION = "classes.json", "confusion.csv"
@@ -95,26 +94,9 @@ class ClassificationTask(Task):
         """Set the side of the test images' crop. The size to which images are resized before the crop changes in proportion."""
         self.cfg.INPUT.CLASSIFY.TEST_SIZE = size
 
-    def build_training_model(self, detector: "nn.Module") -> "ClassTrainingModel":
-        """The classifier with its loss, Mixup and CutMix, and the teacher of ``MODEL.CLASSIFIER.TEACHER``.
-
-        Raises:
-            ConfigError: values of ``MODEL.CLASSIFIER`` or ``INPUT.CLASSIFY`` that cannot be used.
-        """
-        from cpvt_det.builders.trained import load_teacher
-        from cpvt_det.losses.class_training import BatchMixing, ClassCriterion, ClassTrainingModel
-
-        node, given = self.cfg.MODEL.CLASSIFIER, self.cfg.INPUT.CLASSIFY
-        teacher = load_teacher(self.cfg, self._classes) if node.TEACHER else None
-        if node.TEACHER_WEIGHTS and not node.TEACHER.startswith("timm/"):
-            raise ConfigError(
-                f"MODEL.CLASSIFIER.TEACHER_WEIGHTS is {node.TEACHER_WEIGHTS!r}, but the teacher is not a timm network"
-            )
-        with config_errors("MODEL.CLASSIFIER.SMOOTHING"):
-            criterion = ClassCriterion(node.SMOOTHING)
-        with config_errors("INPUT.CLASSIFY"):
-            mixing = BatchMixing(self.cfg.MODEL.NUM_CLASSES, given.MIXUP, given.CUTMIX)
-        return ClassTrainingModel(detector, criterion, mixing, teacher)
+    def build_training_model(self, detector: "nn.Module") -> "nn.Module":
+        """The classifier with its loss, as :func:`cpvt_det.builders.build_class_training_model`."""
+        return builders.build_class_training_model(self.cfg, detector, self._classes)
 
     def build_evaluator(self, dataset: CocoDataset) -> "ClassEvaluator":
         from cpvt_det.evaluation.top_k import ClassEvaluator

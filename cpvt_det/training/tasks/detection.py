@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from cpvt_det.evaluation.answers import PostProcessor
     from cpvt_det.evaluation.coco import CocoEvaluator
     from cpvt_det.evaluation.tiles import Tiling
-    from cpvt_det.losses import TrainingModel
 
 logger = logging.getLogger("cpvt_det")
 DETECTIONS = "coco_instances_results.json"
@@ -64,11 +63,9 @@ class DetectionTask(Task):
             node.MAX_SIZE_TEST = round(node.MAX_SIZE_TEST * size / node.MIN_SIZE_TEST)
         node.MIN_SIZE_TEST = size
 
-    def build_training_model(self, detector: "nn.Module") -> "TrainingModel":
-        """The detector with its set loss."""
-        from cpvt_det.losses import TrainingModel
-
-        return TrainingModel(detector, builders.build_criterion(self.cfg))
+    def build_training_model(self, detector: "nn.Module") -> "nn.Module":
+        """The detector with its set loss, as :func:`cpvt_det.builders.build_training_model`."""
+        return builders.build_training_model(self.cfg, detector)
 
     def build_evaluator(self, dataset: CocoDataset) -> "CocoEvaluator":
         from cpvt_det.evaluation.matches import COUNTED
