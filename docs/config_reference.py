@@ -109,11 +109,12 @@ def _options_of_parts() -> Iterator[str]:
         "QUERIES": GIVEN | {"channels"},
         "CRITERION.CLASSIFICATION": GIVEN,
     }
-    for node in given:
+    assert given.keys() == PART_REGISTRIES.keys() - {"BACKBONE.POSITION"}
+    for node, taken in given.items():
         takers: dict[str, list[str]] = {}
         registry = PART_REGISTRIES[node]
         for name in registry.names:
-            for line in _options(registry, name, given[node]) if "+" not in name and _is_ours(registry.find(name)) else ():
+            for line in _options(registry, name, taken) if "+" not in name and _is_ours(registry.find(name)) else ():
                 takers.setdefault(line, []).append(f"`{name}`")
         lines = [f"- {line} ({', '.join(names[:2])}{', ...' * (len(names) > 2)})" for line, names in takers.items()]
         if lines:

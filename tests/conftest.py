@@ -65,7 +65,8 @@ def memory_given_back(request):
 
 @pytest.fixture(autouse=True)
 def curves_not_drawn(request, monkeypatch):
-    """Runs read their metrics, but only those of tests marked ``curves`` draw them, which takes longer than most of the runs."""
+    """Only tests marked ``curves`` draw the curves of their runs, which takes longer than most of the runs; the others read the
+    metrics. Fixtures of modules and other processes still draw."""
     if request.node.get_closest_marker("curves") is None:
         monkeypatch.setattr("cpvt_det.training.evaluate.draw_curves", lambda metrics, output: read_metrics(metrics))
 

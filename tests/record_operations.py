@@ -29,8 +29,8 @@ def count_config(path: Path) -> dict[str, dict[str, int]]:
     cfg = load_cfg(str(path), ["MODEL.BACKBONE.WEIGHTS", "", "MODEL.DEVICE", "cpu"])
     cfg.MODEL.NUM_CLASSES = cfg.MODEL.NUM_CLASSES or 80
     with ExitStack() as stack:
-        if not cfg.MODEL.BACKBONE.NAME.startswith("timm/"):  # those are tried, with weights
-            for name in ("uniform_", "normal_"):  # random numbers take half of the time
+        if not cfg.MODEL.BACKBONE.NAME.startswith("timm/"):  # it is probed when it is built, which needs random weights
+            for name in ("uniform_", "normal_"):  # drawing random weights takes half of the time
                 stack.enter_context(mock.patch.object(Tensor, name, lambda tensor, *_, **__: tensor.zero_()))
         detector = build_detector(cfg).eval()
     batch = detector.preprocess([torch.zeros(3, 96, 128)])

@@ -29,8 +29,6 @@ from cpvt_det.models.backbones.contract import load_all
 
 FIXED = re.compile(r"TEST\.(DETECTIONS_PER_IMAGE|NMS)$|MODEL\.(?!(.*\.)?(DEVICE|WEIGHTS|WEIGHTS_SHA256|NUM_CLASSES)$)")
 """Keys that cannot be changed once a program is written."""
-Teacher = Callable[[Tensor], Tensor]
-"""(B, 3, h, w) float, RGB from 0 to 255 -> (B,) int64 in [0, K), the class with the highest score for each image."""
 
 
 @dataclass
@@ -151,8 +149,8 @@ def _require_fitting(cfg: CfgNode, stored: CfgNode, origin: str) -> None:
     cfg.MODEL.DEVICE = "auto"
 
 
-def load_teacher(cfg: CfgNode, classes: Classes) -> Teacher:
-    """The teacher of a config, on the device of the run.
+def load_teacher(cfg: CfgNode, classes: Classes) -> Callable[[Tensor], Tensor]:
+    """The teacher of a config, on the device of the run: a :data:`cpvt_det.losses.class_training.Teacher`.
 
     Args:
         cfg: config of the run.
@@ -184,7 +182,7 @@ def load_teacher(cfg: CfgNode, classes: Classes) -> Teacher:
     return teach
 
 
-def _timm_teacher(cfg: CfgNode, num_classes: int, device: torch.device) -> Teacher:
+def _timm_teacher(cfg: CfgNode, num_classes: int, device: torch.device) -> Callable[[Tensor], Tensor]:
     weights = cfg.MODEL.CLASSIFIER.TEACHER_WEIGHTS
     name = cfg.MODEL.CLASSIFIER.TEACHER.removeprefix("timm/")
     try:

@@ -96,6 +96,7 @@ def build_class_training_model(cfg: CfgNode, classifier: nn.Module, classes: Cla
 
     Raises:
         ConfigError: values of ``MODEL.CLASSIFIER`` or ``INPUT.CLASSIFY`` that cannot be used.
+        WeightsError: a teacher that cannot be loaded, or whose classes differ.
     """
     node, given = cfg.MODEL.CLASSIFIER, cfg.INPUT.CLASSIFY
     teacher = load_teacher(cfg, classes) if node.TEACHER else None

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions of ``torch.distributed`` that this package uses, which also work in a single process, and seeds of processes."""
+"""The functions of ``torch.distributed`` that this package uses, which also work in a single process, and a function that mixes
+seeds."""
 
 from typing import Any
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The data that modules exchange, and functions that turn image sizes into padding masks.
+"""The data that modules exchange, and functions that split samples and turn image sizes into padding masks.
 
-``data/mapper.py`` fills them, ``models/detector.py`` takes and returns them, and ``losses/`` and ``evaluation/`` read them.
+``data/mapper.py`` makes samples, ``models/detector.py`` takes batches and returns predictions, and ``losses/`` and ``evaluation/``
+read these. ``evaluation/`` makes detections and thresholds; checkpoints contain the thresholds.
 """
 
 import contextlib

@@ -91,8 +91,8 @@ def add_keys(cfg: CfgNode, with_known: bool) -> None:
     """
     _add(core.get_cfg(), cfg, with_known)
     add_peg_config(cfg)
-    pairs = [(node, registry, name) for node, registry in PART_REGISTRIES.items() for name in registry.names]
-    options = [(node, option) for node, registry, name in pairs for option in registry.parameters(name)]
+    parts = [(node, registry, name) for node, registry in PART_REGISTRIES.items() for name in registry.names]
+    options = [(node, option) for node, registry, name in parts for option in registry.parameters(name)]
     for node, option in [*options, ("QUERIES", "label_noise"), ("QUERIES", "box_noise")]:
         functools.reduce(getattr, node.split("."), cfg.MODEL).setdefault(option.upper(), None)
 

@@ -20,7 +20,7 @@ CANDIDATES = 2
 
 
 class ScoreDecoder(Protocol):
-    """The part of a classification that post-processing needs; those in ``losses/`` have it."""
+    """The method of a classification that post-processing needs; every classification in ``losses/`` has it."""
 
     def decode(self, logits: Tensor, max_detections: int) -> tuple[Tensor, Tensor, Tensor]:
         """Scores, labels and query indices, as :meth:`cpvt_det.losses.SoftmaxClassification.decode`."""

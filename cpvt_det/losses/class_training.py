@@ -15,7 +15,7 @@ from cpvt_det.common.structures import Sample
 from cpvt_det.losses.criterion import Losses
 
 Teacher = Callable[[Tensor], Tensor]
-"""Function from (B, 3, h, w) float images, RGB from 0 to 255, to (B,) int64, the classes that the teacher predicts."""
+"""(B, 3, h, w) float images, RGB from 0 to 255 -> (B,) int64 in [0, K), the class with the highest score for each image."""
 
 
 class BatchMixing:

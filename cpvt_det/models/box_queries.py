@@ -99,9 +99,8 @@ class AnchorQueries(BoxPositions, nn.Module):
         batch = memory.shape[0]  # not len, which would become a constant in an exported program
         with without_autocast(memory):
             boxes = full_precision(self.refpoint_embed.weight).sigmoid().expand(batch, -1, -1)
-        queries = Queries(
-            self.query_embed.weight.expand(batch, -1, -1), self.embed_boxes(boxes), boxes, embed_boxes=self.embed_boxes
-        )
+        content = self.query_embed.weight.expand(batch, -1, -1)
+        queries = Queries(content, self.embed_boxes(boxes), boxes, embed_boxes=self.embed_boxes)
         learning = self.training and targets is not None and self.denoising is not None
         return self.denoising(queries, targets, self.embed_boxes) if learning else queries
 

@@ -101,6 +101,7 @@ def test_the_same_batch_gives_the_bit_equal_loss(d2, drawn_coco, tmp_path, posit
         assert torch.equal(value, theirs[name]), name
 
 
+@pytest.mark.curves
 @pytest.mark.parametrize("detector", [*DETECTORS, "dino", "dfine"])
 def test_both_runners_take_the_same_run(runs, detector):
     """The last one with denoising and the hybrid branch."""
@@ -121,7 +122,7 @@ def test_both_runners_take_the_same_run(runs, detector):
     assert losses_of(builtin)[0] == losses_of(detectron2)[0]
     lines = [set(json.loads((folder / "metrics.json").read_text().splitlines()[0])) for folder in (builtin, detectron2)]
     assert {"iteration", "total_loss", "loss_class", "loss_l1", "loss_giou", "lr", "grad_norm"} <= lines[0] & lines[1]
-    names = "config.yaml log.txt last_checkpoint model_final.pth model_best.pth pictures/detections.png"
+    names = "config.yaml log.txt last_checkpoint model_final.pth model_best.pth pictures/detections.png pictures/curves.png"
     assert [name for name in names.split() if not (detectron2 / name).is_file()] == []
     assert load_core_cfg(str(detectron2 / "config.yaml")).MODEL == load_core_cfg(str(builtin / "config.yaml")).MODEL
 

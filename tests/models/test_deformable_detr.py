@@ -653,7 +653,7 @@ SHALLOW = {"DETR__ENC_LAYERS": 1, "DETR__DEC_LAYERS": 2}
 
 
 def test_exported_model_takes_other_sizes_and_batches():
-    """Of one stage; ``tests/export`` exports two."""
+    """A one-stage detector; ``tests/export`` has two-stage detectors."""
     model = Answers(make_once("multi_scale", **SHALLOW))
     batch = PaddedBatch.from_images(draw_images(), 64)
     count, height, width = (torch.export.Dim(name, min=1, max=8) for name in ("count", "height", "width"))

@@ -151,30 +151,30 @@ def others(count=3, images=3, **more):
     return Queries(content, references.repeat(1, 1, 2), references, **more)
 
 
-def place(boxes):
+def embed_boxes(boxes):
     return boxes.repeat(1, 1, 2)
 
 
 def test_the_groups_by_hand():
     """Objects of three images: 2, none, 3; 7 pairs make 7 // 3 = 2 groups of 3 positives and 3 negatives."""
     queries = others()
-    found = denoising()(queries, TARGETS, place)
+    found = denoising()(queries, TARGETS, embed_boxes)
     assert (found.num_denoising, found.groups) == (12, 2)
     assert found.objects.tolist() == [[0, 1, -1, -1, -1, -1] * 2, [-1] * 12, [0, 1, 2, -1, -1, -1] * 2]
     for name in ("content", "positions", "references"):
         assert torch.equal(getattr(found, name)[:, 12:], getattr(queries, name))
-    assert torch.equal(found.positions[:, :12], place(found.references[:, :12]))
+    assert torch.equal(found.positions[:, :12], embed_boxes(found.references[:, :12]))
 
 
 @pytest.mark.parametrize(("pairs", "groups"), [(1, 1), (2, 1), (3, 1), (5, 1), (6, 2), (100, 33)])
 def test_every_group_has_all_objects_and_there_is_at_least_one(pairs, groups):
-    found = denoising(pairs)(others(), TARGETS, place)
+    found = denoising(pairs)(others(), TARGETS, embed_boxes)
     assert (found.groups, found.num_denoising) == (groups, groups * 6)
 
 
 def test_without_noise_of_labels_contents_are_those_of_the_classes_and_zeros_fill_up():
     module = denoising()
-    found = module(others(), TARGETS, place)
+    found = module(others(), TARGETS, embed_boxes)
     rows = [module.label_enc.weight[label] for label in (2, 0, 1, 1, 2)]
     zero = torch.zeros(8, dtype=torch.float64)
     expected = [[rows[0], rows[1], zero] * 4, [zero] * 12, rows[2:] * 4]
@@ -189,7 +189,7 @@ def test_half_of_the_noised_labels_are_drawn_from_all_classes():
     with torch.no_grad():
         module.label_enc.weight[:] = torch.arange(4)[:, None]  # a content tells its class
     target = Targets(torch.tensor([2]), torch.tensor([[0.5, 0.5, 0.2, 0.2]]))
-    found = torch.cat([module(others(images=1), [target], place).content[0, :1000, 0] for _ in range(8)])
+    found = torch.cat([module(others(images=1), [target], embed_boxes).content[0, :1000, 0] for _ in range(8)])
     shares = [float((found == label).double().mean()) for label in range(4)]
     assert shares == pytest.approx([1 / 8, 1 / 8, 5 / 8, 1 / 8], abs=0.02)
 
@@ -199,7 +199,7 @@ def test_corners_of_positives_move_by_less_than_half_a_side_and_of_negatives_by_
     """Of a box far from the border; in halves of its sides, evenly in (0, 1) and in (1, 2) times the scale, to both directions."""
     box = torch.tensor([[0.5, 0.45, 0.16, 0.1]], dtype=torch.float64)
     module, target = denoising(pairs=500, box_noise=scale), Targets(torch.tensor([1]), box)
-    boxes = torch.cat([module(others(images=1), [target], place).references[0, :1000] for _ in range(6)])
+    boxes = torch.cat([module(others(images=1), [target], embed_boxes).references[0, :1000] for _ in range(6)])
     # Sides turned around by noise count as 0: of those boxes the corners are not known.
     boxes = boxes.view(3000, 2, 4)
     for kind in range(2):
@@ -214,7 +214,7 @@ def test_corners_of_positives_move_by_less_than_half_a_side_and_of_negatives_by_
 
 def test_boxes_stay_inside_the_image_and_have_sides():
     corner = torch.tensor([[0.02, 0.97, 0.04, 0.06], [0.5, 0.5, 1.0, 1.0]], dtype=torch.float64)
-    found = denoising(pairs=1000)(others(images=1), [Targets(torch.tensor([1, 0]), corner)], place).references
+    found = denoising(pairs=1000)(others(images=1), [Targets(torch.tensor([1, 0]), corner)], embed_boxes).references
     boxes = found[0, : 2 * 1000]
     assert ((boxes > 5e-4) & (boxes < 1 - 5e-4)).all()
     low, high = cxcywh_to_xyxy(boxes).split(2, dim=-1)
@@ -238,7 +238,7 @@ def test_groups_see_themselves_and_the_others_who_do_not_see_them(hybrid):
     if hybrid:
         mask = torch.zeros(count, count, dtype=torch.float64)
         mask[3:, :3] = mask[:3, 3:] = -math.inf
-    found = denoising()(others(count, attention_mask=mask, num_hybrid=hybrid), TARGETS, place)
+    found = denoising()(others(count, attention_mask=mask, num_hybrid=hybrid), TARGETS, embed_boxes)
     expected = [[0.0 if sees(q, k, 2, 6, hybrid) else -math.inf for k in range(12 + count)] for q in range(12 + count)]
     assert found.attention_mask.tolist() == expected
     assert found.num_hybrid == hybrid
@@ -281,7 +281,7 @@ def test_in_evaluation_there_is_none_of_it():
 
 def test_the_loss_of_denoising_is_that_of_positives_over_all_groups():
     """The focal loss of torchvision and the L1 distance, over 5 objects in 2 groups; fillers and negatives have no object."""
-    found = denoising(label_noise=0.5)(others(), TARGETS, place)
+    found = denoising(label_noise=0.5)(others(), TARGETS, embed_boxes)
     generator = torch.Generator().manual_seed(5)
     logits = torch.randn(2, 3, 12, 4, generator=generator, dtype=torch.float64)
     boxes = torch.rand(2, 3, 12, 4, generator=generator, dtype=torch.float64) * 0.4 + 0.3
@@ -320,7 +320,7 @@ def test_noise_is_a_function_of_torch_s_random_state():
     queries = others()
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
-        found = module(queries, TARGETS, place)
+        found = module(queries, TARGETS, embed_boxes)
         made.append((found.content, found.references))
     assert all(torch.equal(first, second) for first, second in zip(*made[:2], strict=True))
     assert not any(torch.equal(first, second) for first, second in zip(*made[1:], strict=True))

@@ -18,6 +18,7 @@ from image_classes import class_words, draw_folders
 from tiny import random_config, save_random
 
 from cpvt_det import Predictor
+from cpvt_det.checkpoint.model_folder import without_places
 from cpvt_det.common.errors import WeightsError
 from cpvt_det.config import load_cfg
 from cpvt_det.predict import ClassPredictor
@@ -163,8 +164,6 @@ def test_no_place_on_this_machine_is_pushed(hub, tiny_run, tmp_path):
 
 
 def test_names_of_weights_are_pushed():
-    from cpvt_det.checkpoint.model_folder import without_places
-
     words = {"BACKBONE__WEIGHTS": "DEFAULT", "CLASSIFIER__TEACHER": "timm/deit_small", "CLASSIFIER__TEACHER_WEIGHTS": "DEFAULT"}
     cfg = random_config(**{f"MODEL__{key}": value for key, value in words.items()})
     assert without_places(cfg).MODEL == cfg.MODEL

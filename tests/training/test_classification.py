@@ -142,7 +142,7 @@ def test_a_run_writes_what_a_detector_s_run_writes(trained):
     assert len(answers) == 6 and answers[0]["class"] == "blue" and len(answers[0]["found"]) == 3
     right = sum(one["found"][0]["name"] == one["class"] for one in answers)
     assert results["classes"]["top1"] == pytest.approx(100 * right / 6) and results["classes"]["top5"] == 100
-    for name in ("pictures/classes.png", "report/confusion.png", "inference/confusion.csv"):
+    for name in ("pictures/classes.png", "pictures/curves.png", "report/confusion.png", "inference/confusion.csv"):
         assert (trained / name).stat().st_size > 0, name
     assert "Classes that are confused most" in (trained / "report/report.md").read_text()
     log = (trained / "log.txt").read_text()

@@ -48,6 +48,7 @@ def scripted(monkeypatch):
 # Early stopping and the best figure
 
 
+@pytest.mark.curves
 def test_a_run_ends_after_evaluations_without_a_better_one(train, scripted):
     seen = scripted(at_1=1.0, at_3=5.0, at_5=4.0, at_7=5.0, at_9=9.0)
     folder = train("run", SOLVER__EARLY_STOPPING=2, **EVERY_SECOND)
@@ -60,7 +61,7 @@ def test_a_run_ends_after_evaluations_without_a_better_one(train, scripted):
     log = (folder / "log.txt").read_text()
     assert "Early stop after iteration 7: 2 evaluations without a higher bbox/AP than the 5 of iteration 3" in log
     assert "--resume SOLVER.MAX_ITER 24 SOLVER.EARLY_STOPPING 0" in log
-    assert (folder / "pictures/detections.png").is_file()
+    assert (folder / "pictures/detections.png").is_file() and (folder / "pictures/curves.png").is_file()
 
 
 FIGURES = {"at_1": 1.0, "at_3": 5.0, "at_5": 4.0, "at_7": 4.0, "at_9": 3.0, "at_11": 9.0}
