@@ -138,7 +138,7 @@ def test_an_onnx_file_gives_the_models_answers(tmp_path, kind, position, more, w
 def test_a_program_without_a_mask_takes_images_alone_and_stretches_them(tmp_path):
     """Its answers are those of the model for the stretched image, and nothing in it masks."""
     onnx = pytest.importorskip("onnx")
-    weights = save(tmp_path, make_cfg("dfine", "peg"))
+    weights = save(tmp_path, make_cfg("detr", "peg"))
     choices = {}
     for name, words in {"masked": (), "filled": ("--no-mask",)}.items():
         result = export(weights, tmp_path / f"{name}.onnx", "--dynamic", "batch", "--size", "64x96", *words, format="onnx")
