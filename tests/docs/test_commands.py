@@ -47,7 +47,6 @@ ELSEWHERE = {
     r"cpvt-det train .* CALLBACKS ": "packages of others: tests/training/test_callbacks.py",
     r"TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun ": "tests/docs/test_clusters.py",
     r"cpvt-det train --config-file quickstart/deformable_peg.yaml --runner builtin$": "make quickstart's",
-    r"cpvt-det export output/tutorial/model_best.pth --format onnx ": "the README's, of another run",
     r"cpvt-det export .* --format openvino ": "a package that may be missing: tests/export/test_exported_files.py",
     r"cpvt-det predict .* --input (film.mp4|rtsp:)": "a package that may be missing: tests/predict/test_films.py",
     r"cpvt-det serve ": "it serves until it is stopped: tests/predict/test_server.py",
