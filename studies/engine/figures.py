@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The figures of a study's report."""
 
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from cpvt_det.visualize.figures import new_figure, save_figure
 from studies.engine.plan import Group, Plan
+from studies.engine.questions import answer
 from studies.engine.statistics import Curves, Values, interval
 
 
@@ -33,33 +36,30 @@ def draw_figure(plan: Plan, group: Group, axis: str, curves: Curves) -> Path:
     return path
 
 
-def draw_bars(plan: Plan, group: Group, bars: dict[str, dict[str, Values]]) -> Path:
-    """Draw a cluster of bars per data set, a bar per variant: means with 95 % intervals; returns the path.
+def draw_panels(plan: Plan, values: Sequence[Mapping[str, Values]]) -> Path:
+    """Draw the panels of a plan: a row per variant, a dot per seed, a stroke at their mean; returns the path.
+
+    The bracket below the dots is as long as the smallest difference between two variants that the seeds can show
+    (:mod:`studies.engine.questions`): of means that are closer, no order is known.
 
     Args:
-        bars: label of the data set -> variant -> main figure by seed.
+        values: per panel, variant -> value by seed; values that are not finite are left out.
     """
-    figure = new_figure(8, 4)
-    axes = figure.subplots()
-    variants = list(dict.fromkeys(variant for along in bars.values() for variant in along))
-    width = 0.8 / max(len(variants), 1)
-    for number, variant in enumerate(variants):
-        known = [
-            (place, *interval(list(along[variant].values()))) for place, along in enumerate(bars.values()) if along.get(variant)
-        ]
-        places, means, halves = np.array(known).T
-        at = places + (number - (len(variants) - 1) / 2) * width
-        below = np.minimum(np.nan_to_num(halves), means)  # no figure is below 0
-        error = (below, np.nan_to_num(halves))
-        axes.bar(at, means, width * 0.95, yerr=error, color=f"C{number % 10}", label=variant, error_kw={"elinewidth": 0.8})
-    axes.set_xticks(range(len(bars)), list(bars))
-    axes.set(
-        ylabel=plan.figures_of(group)[0], ylim=(0, None), title=f"{group.title or group.name}: mean of the seeds, 95 % interval"
-    )
-    axes.grid(alpha=0.3, axis="y")
-    axes.set_axisbelow(True)
-    narrow = {"columnspacing": 1.0, "handlelength": 1.0, "handletextpad": 0.4}
-    figure.legend(loc="outside lower center", ncols=8, **narrow)  # beside the axes, which are full of bars
-    path = plan.folder / "figures" / f"{group.name}_bars.png"
+    figure = new_figure(1.4 + 2.2 * len(values), 1.2 + 0.26 * max(map(len, values)))
+    for axes, panel, of in zip(np.atleast_1d(figure.subplots(1, len(values))), plan.panels, values, strict=True):
+        for row, by_seed in enumerate(of.values()):
+            known = [value for value in by_seed.values() if math.isfinite(value)]
+            axes.scatter(known, [row] * len(known), s=16, color="C0", alpha=0.6, linewidth=0)
+            axes.plot([interval(known)[0]] * 2 if known else [], [row - 0.3, row + 0.3] if known else [], color="C0", linewidth=2)
+        axes.set(yticks=range(len(of)), yticklabels=list(of), ylim=(len(of) + 0.4, -0.6))
+        axes.set_title(panel.title, fontsize=10)
+        axes.set_xlabel(plan.figures_of(plan.group(panel.group))[0])
+        first, *_, last = of
+        half, middle = answer(first, last, of, len(plan.questions) or 1).half, sum(axes.get_xlim()) / 2
+        if math.isfinite(half):
+            axes.errorbar(middle, len(of) - 0.2, xerr=half / 2, color="black", capsize=3, linewidth=1)
+            axes.text(middle + half / 2, len(of) - 0.2, f"  {half:.1f}", va="center", fontsize=9)
+        axes.grid(alpha=0.3, axis="x")
+    path = plan.folder / "figures" / "panels.png"
     save_figure(figure, path)
     return path

@@ -59,8 +59,6 @@ class Group:
         probes: names from ``PROBES`` that are measured of every trained detector; none of a classifier.
         weights: ``group/variant`` whose weights of the same seed the runs start from.
         backbone: ``group/variant/seed`` whose backbone the runs start from.
-        title: what figures call the group; its name if empty.
-        bars: label -> data set of the group's sweeps, for a bar chart of all variants.
     """
 
     name: str
@@ -75,8 +73,6 @@ class Group:
     probes: Sequence[str] = ()
     weights: str = ""
     backbone: str = ""
-    title: str = ""
-    bars: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def seed_range(self) -> range:
@@ -130,6 +126,21 @@ class Question:
 
 
 @dataclass(frozen=True)
+class Panel:
+    """A panel of the study's picture, with all variants of a group.
+
+    Attributes:
+        title: what the panel shows.
+        group: name of the group.
+        value: as of :class:`Question`.
+    """
+
+    title: str
+    group: str
+    value: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Plan:
     """A whole study.
 
@@ -141,6 +152,7 @@ class Plan:
         sweeps: name -> data set of ``data`` or name in ``evaluations`` -> its number on an axis.
         groups: groups in the order of running.
         questions: what the study is to answer.
+        panels: the panels of its picture, from left to right.
     """
 
     folder: Path
@@ -150,6 +162,7 @@ class Plan:
     sweeps: Mapping[str, Mapping[str, float]]
     groups: Sequence[Group]
     questions: Sequence[Question] = ()
+    panels: Sequence[Panel] = ()
     _fingerprints: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
     _figures: dict[str, tuple[str, ...]] = field(default_factory=dict, repr=False, compare=False)
     _configs: dict[str, CfgNode] = field(default_factory=dict, repr=False, compare=False)  # by file: a study has hundreds of runs
@@ -273,7 +286,8 @@ def load_plan(path: str | Path) -> Plan:
         groups = [_group(name, keys) for name, keys in content["groups"].items()]
         measured = content.get("evaluations", {}), content.get("sweeps", {})
         questions = [Question(**keys) for keys in content.get("questions", [])]
-        plan = Plan(path.parent, Path(content["output"]), data, *measured, groups, questions)
+        panels = [Panel(**keys) for keys in content.get("panels", [])]
+        plan = Plan(path.parent, Path(content["output"]), data, *measured, groups, questions, panels)
         for sweep, sets in plan.sweeps.items():
             _require_known(f"data set of sweep {sweep}", sets, [*(drawn.name for drawn in data), *plan.evaluations])
         for number, group in enumerate(groups):
@@ -282,6 +296,8 @@ def load_plan(path: str | Path) -> Plan:
             group = plan.group(question.group)
             _require_known(f"variant in question {question.text!r}", (question.variant, question.baseline), group.variants)
             _require_known(f"data set in question {question.text!r}", question.value, _swept(plan, group))
+        for panel in panels:
+            _require_known(f"data set in panel {panel.title!r}", panel.value, _swept(plan, plan.group(panel.group)))
     except ConfigError:
         raise
     except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
@@ -293,7 +309,6 @@ def _check_group(plan: Plan, group: Group, earlier: Sequence[Group]) -> None:
     _require_known(f"sweep of group {group.name}", group.sweeps, plan.sweeps)
     _require_known(f"probe of group {group.name}", group.probes, VERSIONS)
     swept = _swept(plan, group)
-    _require_known(f"data set in 'bars' of group {group.name}", group.bars.values(), swept)
     variants = [f"{other.name}/{variant}" for other in earlier for variant in other.variants]
     _require_known(f"variant of an earlier group in 'beside' of group {group.name}", group.beside, variants)
     _require_known(f"baseline of group {group.name}", group.baselines, [*group.variants, *group.beside])

@@ -14,7 +14,7 @@ from scipy import stats
 from tabulate import tabulate
 
 from studies.engine.corrections import Groups
-from studies.engine.plan import Plan, Question
+from studies.engine.plan import Panel, Plan, Question
 from studies.engine.run import Record
 
 
@@ -61,12 +61,7 @@ def answers_of(plan: Plan, groups: Groups) -> Iterable[str]:
     """A table with a row for each question, and a sentence about the intervals."""
     rows = []
     for question in plan.questions:
-        group, records = plan.group(question.group), groups[question.group]
-        main = plan.figures_of(group)[0]
-        values = {
-            name: {seed: _value(question, main, run) for seed, run in records.get(name, {}).items()} for name in group.variants
-        }
-        found = answer(question.variant, question.baseline, values, len(plan.questions))
+        found = answer(question.variant, question.baseline, values_of(plan, question, groups), len(plan.questions))
         pair = f"{question.variant} less {question.baseline}"
         rows.append([question.text, question.group, pair, f"{found.difference:+.1f} ± {found.half:.1f}", found, found.seeds])
     head = ["question", "group", "difference of", "difference", "answer", "seeds"]
@@ -74,7 +69,14 @@ def answers_of(plan: Plan, groups: Groups) -> Iterable[str]:
     yield f"All {len(rows)} intervals hold together at 95 %."
 
 
-def _value(question: Question, main: str, run: Record) -> float:
+def values_of(plan: Plan, of: Question | Panel, groups: Groups) -> dict[str, dict[int, float]]:
+    """What is asked or shown, by variant and seed; NaN where a variant refused a data set."""
+    group, records = plan.group(of.group), groups[of.group]
+    main = plan.figures_of(group)[0]
+    return {name: {seed: _value(of, main, run) for seed, run in records.get(name, {}).items()} for name in group.variants}
+
+
+def _value(of: Question | Panel, main: str, run: Record) -> float:
     on = {name: value for sweep in run["measured"]["sweeps"].values() for name, value in sweep.items()}
-    numbers = [(weight, on[name]) for name, weight in question.value.items()] or [(1.0, run[main])]
+    numbers = [(weight, on[name]) for name, weight in of.value.items()] or [(1.0, run[main])]
     return math.nan if any(value is None for _, value in numbers) else sum(weight * value for weight, value in numbers)

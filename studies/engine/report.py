@@ -21,9 +21,9 @@ from studies.engine.corrections import (
     corrected_over_sweeps,
     values_at,
 )
-from studies.engine.figures import draw_bars, draw_figure
+from studies.engine.figures import draw_figure, draw_panels
 from studies.engine.plan import Group, Plan, load_plan
-from studies.engine.questions import answers_of
+from studies.engine.questions import answers_of, values_of
 from studies.engine.run import Record, is_done, read_record
 from studies.engine.statistics import Curves, holm, interval, paired, unpaired
 
@@ -60,13 +60,13 @@ def write_report(path: Path) -> list[Path]:
                 parts += corrected_over_levels(group, reached, figures[0])
         if sentences := corrected_over_sweeps(plan, group, by_axis):
             parts += ["### all sweeps", *sentences]
-        if group.bars:
-            files.append(draw_bars(plan, group, _bars(plan, group, records)))
         for probe in group.probes:
             if measured := probe_figures(probe, records):
                 parts.append(f"### {probe}\n\n{curve_tables(group, measured, _three_digits)}")
     if plan.questions:
         parts += ["## Questions", *answers_of(plan, groups)]
+    if plan.panels:
+        files.append(draw_panels(plan, [values_of(plan, panel, groups) for panel in plan.panels]))
     parts += [*whole_study(plan, groups), _account(plan)]
     report = plan.folder / "report.md"
     report.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
@@ -153,14 +153,6 @@ def curves_of(plan: Plan, group: Group, records: Mapping[str, Mapping[int, Recor
 
 def _curves(records: Mapping[str, Mapping[int, Record]], path_of: Mapping[float, Sequence[str]]) -> Curves:
     return {variant: {place: values_at(runs, path) for place, path in path_of.items()} for variant, runs in records.items()}
-
-
-def _bars(plan: Plan, group: Group, records: Mapping[str, Mapping[int, Record]]) -> dict[str, dict[str, dict[int, float]]]:
-    sweep_of = {name: sweep for sweep in group.sweeps for name in plan.sweeps[sweep]}
-    return {
-        label: {variant: values_at(runs, ["measured", "sweeps", sweep_of[name], name]) for variant, runs in records.items()}
-        for label, name in group.bars.items()
-    }
 
 
 def whole_study(plan: Plan, groups: Groups) -> list[str]:

@@ -2,6 +2,7 @@
 """Studies: a plan's runs are trained once each, start from what they should, and are told with honest intervals."""
 
 import json
+import math
 import os
 from pathlib import Path
 from unittest import mock
@@ -17,8 +18,9 @@ from cpvt_det.config import load_cfg
 from studies.engine import probes
 from studies.engine import run as study
 from studies.engine.corrections import all_comparisons, corrected, corrected_over_levels, corrected_over_sweeps
-from studies.engine.figures import draw_bars
+from studies.engine.figures import draw_panels
 from studies.engine.plan import load_plan
+from studies.engine.questions import values_of
 from studies.engine.report import curves_of, read_group, write_report
 from studies.engine.run import is_done, missing_runs, run_study
 from studies.engine.statistics import interval, paired
@@ -462,17 +464,18 @@ def test_iterations_to_an_ap_are_corrected_together_by_hand(tmp_path):
     assert said.endswith("remain: peg to 10 (0.000); unpaired (Welch): peg to 10 (0.000).")
 
 
-def test_bars_are_drawn_of_data_sets_of_the_sweeps(tmp_path):
-    content = told(tmp_path)
-    content["groups"]["main"]["bars"] = {"as trained": "val", "wide": "wide"}
+def test_panels_are_drawn_of_a_group_and_of_data_sets_of_its_sweeps(tmp_path):
+    content = told(tmp_path) | {"panels": [{"title": "as trained", "group": "main"}]}
+    content["panels"].append({"title": "wide", "group": "main", "value": {"wide": 1.0, "val": -1.0}})
     plan = load_plan(write_plan(tmp_path / "study" / "plan.yaml", content))
-    group = plan.group("main")
-    path = draw_bars(
-        plan, group, {"as trained": {"learned": {0: 5.0, 1: 7.0}, "peg": {0: 6.0}}, "wide": {"learned": {}, "peg": {0: 1.0}}}
-    )
-    assert path.name == "main_bars.png" and path.stat().st_size > 5000
-    content["groups"]["main"]["bars"] = {"train": "train"}
-    with pytest.raises(UnknownNameError, match="data set in 'bars' of group main 'train'"):
+    peg = {seed: {"AP": 5.0 + seed, "measured": {"sweeps": {"shape": {"val": 5.0, "wide": 3.0 + seed}}}} for seed in range(2)}
+    values = [values_of(plan, panel, {"main": {"peg": peg}}) for panel in plan.panels]
+    assert values == [{"learned": {}, "peg": {0: 5.0, 1: 6.0}}, {"learned": {}, "peg": {0: -2.0, 1: -1.0}}]
+    values[1]["learned"] = {0: math.nan, 1: 2.0}
+    path = draw_panels(plan, values)
+    assert path.name == "panels.png" and path.stat().st_size > 5000
+    content["panels"][1]["value"] = {"train": 1.0}
+    with pytest.raises(UnknownNameError, match="data set in panel 'wide' 'train'"):
         load_plan(write_plan(tmp_path / "study" / "plan.yaml", content))
 
 
