@@ -18,6 +18,8 @@ from cpvt_det.common.errors import BadInputError, DataFaultsError, InterruptedRu
 from cpvt_det.common.memory import limit_spinning, quick_imports
 from cpvt_det.common.registry import import_modules
 
+limit_spinning()  # before any module imports torch, also those of --import
+
 COMMANDS = {
     "analyze": "Show parameters, operations, time and memory, by part of the model.",
     "check-data": "Find faults in a folder of images and annotations, or in the data sets of a config.",
@@ -46,7 +48,6 @@ class LazyGroup(click.Group):
         if name not in COMMANDS:
             return None
         module = name.replace("-", "_")
-        limit_spinning()
         with quick_imports():
             return getattr(importlib.import_module(f"cpvt_det.cli.{module}"), module)
 

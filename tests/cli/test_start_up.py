@@ -80,7 +80,9 @@ def test_every_builder_is_found_by_name_and_no_other():
     ("typed", "seen"),
     [({}, [SPIN_COUNT, None]), ({"OMP_WAIT_POLICY": "ACTIVE"}, [None, "ACTIVE"]), ({"GOMP_SPINCOUNT": "7"}, ["7", None])],
 )
-@pytest.mark.parametrize("command", [["-m", "cpvt_det", "train"], ["-m", "cpvt_det", "analyze"], ["tools/train_net.py"]])
+@pytest.mark.parametrize(
+    "command", [["-m", "cpvt_det", "--import", "torch", "train"], ["-m", "cpvt_det", "analyze"], ["tools/train_net.py"]]
+)
 def test_waiting_threads_spin_briefly_unless_the_user_says_otherwise(command, typed, seen, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
         """
