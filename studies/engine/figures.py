@@ -54,7 +54,7 @@ def draw_panels(plan: Plan, values: Sequence[Mapping[str, Values]]) -> Path:
         axes.set(yticks=range(len(of)), yticklabels=list(of), ylim=(len(of) + 0.4, -0.6))
         axes.set_title(panel.title, fontsize=10)
         axes.set_xlabel(plan.figures_of(plan.group(panel.group))[0])
-        first, *_, last = of
+        first, last = next(iter(of)), next(reversed(of))
         half, middle = answer(first, last, of, len(plan.questions) or 1).half, sum(axes.get_xlim()) / 2
         if math.isfinite(half):
             axes.errorbar(middle, len(of) - 0.2, xerr=half / 2, color="black", capsize=3, linewidth=1)

@@ -3,6 +3,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -19,6 +20,9 @@ from cpvt_det.data.shapes.dataset import describe
 from cpvt_det.data.shapes.scene import ShapesSpec
 from cpvt_det.training.tasks.task import build_task
 from studies.engine.probes import VERSIONS
+
+AFFECTS = re.compile(r"MODEL\.(BACKBONE\.)?WEIGHTS$|SOLVER\.EARLY_STOPPING$|TEST\.(?!PICTURES$|IMS_PER_BATCH$)")
+"""Keys that may change when a run is resumed, and that nevertheless change its result."""
 
 
 @dataclass(frozen=True)
@@ -238,14 +242,20 @@ class Plan:
         return [name, str(root / "annotations" / "val.json"), str(root / "val")]
 
     def fingerprint(self, run: Run) -> str:
-        """Twelve digits that change with the keys that a run sets, with its drawn data, and with the runs that it starts from.
+        """Twelve digits that change with the keys that a run sets and that affect its training or its evaluation, with its drawn
+        data, and with the runs that it starts from.
 
         They do not change with the defaults of other keys, nor with data that the plan does not draw.
         """
         if run.name in self._fingerprints:
             return self._fingerprints[run.name]
         cfg, defaults = self.config_of(run), dict(flat_items(get_cfg()))
-        keys = {key: value for key, value in flat_items(cfg) if not SAME_RUN.match(key) and value != defaults.get(key)}
+        from_runs = {"MODEL.WEIGHTS": run.group.weights, "MODEL.BACKBONE.WEIGHTS": run.group.backbone}
+        keys = {
+            key: value
+            for key, value in flat_items(cfg)
+            if (AFFECTS.match(key) or not SAME_RUN.match(key)) and value != defaults.get(key) and not from_runs.get(key)
+        }
         data = {data.name: data.describe() for data in self.data if data.name in (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST)}
         before = [self.fingerprint(self.run(origin)) for origin in self.origins(run)]
         return self._fingerprints.setdefault(run.name, _hash([keys, data, before]))

@@ -19,6 +19,7 @@ import torch
 
 from benchmarks.origin import describe_origin
 from cpvt_det.builders.trained import Trained, load_trained
+from cpvt_det.common.class_names import require_same_classes
 from cpvt_det.common.errors import MapSizeError, RunStoppedError, first_line
 from cpvt_det.common.files import write_json
 from cpvt_det.common.registry import import_inherited
@@ -231,12 +232,13 @@ def evaluate_sweep(plan: Plan, run: Run, trained: Trained, sweep: str) -> dict[s
     """The main figure on every data set of a sweep; ``None`` where the encoding refuses images of that size.
 
     Raises:
-        BadInputError: data that cannot be read.
+        BadInputError: data that cannot be read, or whose classes are not those of the model.
     """
     found = {}
     for name in plan.sweeps[sweep]:
         task = build_task(plan.swept_config_of(run, name))
         tests = task.load_tests()
+        require_same_classes(trained.classes, tests[0].classes, f"{run.name} and {name}")
         try:
             with tempfile.TemporaryDirectory() as folder:  # for the detections, some MB
                 found[name] = figure_of(task.main_figure, evaluate(task, trained.detector, tests, Path(folder)))

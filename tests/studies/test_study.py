@@ -13,7 +13,8 @@ import torch
 import yaml
 
 from cpvt_det.builders.trained import load_trained
-from cpvt_det.common.errors import ConfigError, RunStoppedError, UnknownNameError
+from cpvt_det.common.class_names import Classes
+from cpvt_det.common.errors import ConfigError, DataError, RunStoppedError, UnknownNameError
 from cpvt_det.config import load_cfg
 from studies.engine import probes
 from studies.engine import run as study
@@ -285,6 +286,34 @@ def test_a_run_goes_on_only_from_its_own_attempt(tmp_path, monkeypatch):
     attempt = json.loads((plan.output_of("first/none/0") / "attempt.json").read_text())
     assert kept["cpu_seconds"] == pytest.approx(attempt["cpu_seconds"], abs=0.1)
     assert attempt["cpu_seconds"] > 0
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "is_new"),
+    [
+        ("TEST.NMS", 0.5, True),
+        ("MODEL.BACKBONE.WEIGHTS", "IMAGENET1K_V1", True),
+        ("MODEL.WEIGHTS", "old.pth", True),
+        ("SOLVER.EARLY_STOPPING", 3, True),
+        ("SOLVER.BASE_LR", 0.5, True),
+        ("TEST.PICTURES", 3, False),
+        ("SOLVER.LOG_PERIOD", 7, False),
+    ],
+)
+def test_a_run_is_another_one_if_a_key_changes_its_result(tmp_path, key, value, is_new):
+    path = plan_of(tmp_path / "study")
+    plan = changed(path, lambda plan: plan["groups"]["first"]["variants"]["none"].update({key: value}))
+    before = load_plan(path)
+    for name in ("first/none/0", "main/peg/0"):  # which starts from it
+        assert (plan.fingerprint(plan.run(name)) != before.fingerprint(before.run(name))) is is_new
+
+
+def test_data_of_other_classes_are_not_measured(done):
+    path, _ = done
+    plan, trained = load_plan(path), load_trained(load_plan(path).output_of("main/peg/0") / "model_final.pth")
+    trained.classes = Classes(trained.classes.ids, trained.classes.names[::-1])
+    with pytest.raises(DataError, match="main/peg/0 and val have different classes"):
+        study.evaluate_sweep(plan, plan.run("main/peg/0"), trained, "shape")
 
 
 def test_the_time_of_a_killed_attempt_counts(tmp_path, monkeypatch):
