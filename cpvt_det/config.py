@@ -289,6 +289,17 @@ def load_cfg(config_file: str, overrides: Sequence[str] = ()) -> CfgNode:
     return cfg
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """A loader that refuses a key that is given twice, of which YAML would take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        keys = [key.value for key, _ in node.value]
+        for place, (key, _) in enumerate(node.value):
+            if key.value in keys[:place]:
+                raise yaml.YAMLError(f"line {key.start_mark.line + 1}: {key.value} is given twice in one group; join the two")
+        return super().construct_mapping(node, deep)
+
+
 class _WithBases(CfgNode):
     """A YAML config whose ``_BASE_`` is a path relative to the file's folder or, if there is no such file, a name in the package's
     config folder."""
@@ -299,7 +310,9 @@ class _WithBases(CfgNode):
         path = Path(filename)
         names = [Path(*path.parts[start:]) for start in range(len(path.parts))]
         found = next((config_root() / name for name in names if (config_root() / name).is_file()), path)
-        return super().load_yaml_with_base(str(path if path.is_file() else found), allow_unsafe)
+        path = path if path.is_file() else found
+        yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
+        return super().load_yaml_with_base(str(path), allow_unsafe)
 
 
 def read_config(config_file: str) -> CfgNode:
@@ -334,7 +347,7 @@ def parse_config(text: str, source: str) -> CfgNode:
         ConfigError: text that is not a YAML mapping.
     """
     try:
-        loaded = yaml.safe_load(text)
+        loaded = yaml.load(text, _UniqueKeys)
         _require_size(loaded, source)
         if not isinstance(loaded, dict):
             raise ConfigError(f"{source} is not a YAML mapping of keys to values")

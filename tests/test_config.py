@@ -255,6 +255,8 @@ def test_merge_from_file_reads_base_too(tmp_path):
         ("# nothing", "is not a YAML mapping"),
         ("- SEED", "is not a YAML mapping"),
         ("SEED", "is not a YAML mapping"),
+        ("SOLVER: {BASE_LR: 0.5}\nSEED: 1\nSOLVER: {EPOCHS: 3.0}", "line 3: SOLVER is given twice in one group; join the two"),
+        ("SOLVER:\n  EPOCHS: 2.0\n  EPOCHS: 3.0", "line 3: EPOCHS is given twice"),
         ("SEED: [1", "cannot read config .*: while parsing"),
         ("_BASE_: nowhere.yaml", "cannot read config .*No such file or directory: .*nowhere.yaml"),
         ("_BASE_: run.yaml", "its _BASE_ leads back to itself"),

@@ -156,6 +156,8 @@ def build_criterion(cfg: CfgNode) -> SetCriterion:
                 f"got {entry!r}"
             )
     losses = {name: (weight, LOSS_REGISTRY.with_options(name, *options)) for name, weight, *options in node.LOSSES}
+    if len(losses) < len(node.LOSSES):
+        raise ConfigError(f"MODEL.CRITERION.LOSSES contains a loss twice: {[name for name, *_ in node.LOSSES]}")
     weights = (node.CLASS_WEIGHT, node.L1_WEIGHT, node.GIOU_WEIGHT)
     with config_errors("MODEL.CRITERION"):
         return SetCriterion(matcher, *weights, node.PROPOSAL_MATCHES, losses, node.HYBRID_MATCHES)

@@ -168,8 +168,7 @@ def load_teacher(cfg: CfgNode, classes: Classes) -> Callable[[Tensor], Tensor]:
     trained = load_trained(name, str(device))
     if not isinstance(trained.detector, Classifier):
         raise WeightsError(f"MODEL.CLASSIFIER.TEACHER {name} is not a classifier but a {type(trained.detector).__name__}")
-    missing = sorted(set(classes.names) - set(trained.classes.names))
-    if missing:
+    if missing := sorted(set(classes.names) - set(trained.classes.names)):
         raise WeightsError(f"MODEL.CLASSIFIER.TEACHER {name} does not know these classes of the data: {', '.join(missing[:10])}")
     rows = torch.tensor([trained.classes.names.index(own) for own in classes.names], device=device)
     model = trained.detector.requires_grad_(False)

@@ -258,8 +258,7 @@ def _fuse_projections(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
     fused: dict[str, Tensor] = {}
     parts: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for name, tensor in state_dict.items():
-        match = _PROJECTION.search(name)
-        if match:
+        if match := _PROJECTION.search(name):
             parts[_PROJECTION.sub(r".in_proj_\2", name)][match[1]] = tensor
         else:
             fused[name] = tensor
@@ -290,8 +289,7 @@ def _sort_heads(state_dict: dict[str, Tensor], refined: bool, complete: bool) ->
     heads: dict[int, dict[str, Tensor]] = defaultdict(dict)
     others: dict[str, Tensor] = {}
     for name, tensor in state_dict.items():
-        match = _HEAD.match(name)
-        if match:
+        if match := _HEAD.match(name):
             heads[int(match[2])][f"{match[1]}_embed.{{}}{match[3]}"] = tensor
         else:
             others[name] = tensor

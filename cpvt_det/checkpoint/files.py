@@ -264,8 +264,7 @@ def _why(error: Exception) -> str:
         return str(error)
     if isinstance(error, PermissionError):
         return "no permission to read the file"
-    refused = re.search(r"GLOBAL (\S+)", str(error))
-    if refused:
+    if refused := re.search(r"GLOBAL (\S+)", str(error)):
         return (
             f"refused, because it contains a Python object ({refused[1]}), and unpickling it would run code; "
             "if you trust its origin, save only the state dict with torch.save"

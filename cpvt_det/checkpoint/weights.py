@@ -58,6 +58,7 @@ class Weights:
         thresholds: score thresholds of the weights' last evaluation; ``None`` if they were not stored.
         class_proposals: whether the rows of the proposals' class head are classes; ``None`` if it is unknown.
         path: file that the weights were read from; ``None`` if they did not come from a file.
+        project: project that trained the weights, as ``source``, also for converted ones; ``None`` for this package.
     """
 
     state_dict: dict[str, Tensor]
@@ -68,10 +69,12 @@ class Weights:
     thresholds: Thresholds | None = None
     class_proposals: bool | None = None
     path: Path | None = None
+    project: str | None = None
 
     def as_checkpoint(self) -> dict[str, Any]:
         """The weights in the layout of our checkpoints, with the classes, the config and the thresholds if they are known."""
-        node: dict[str, Any] = {} if self.config is None else {"config": self.config}
+        known = {"config": self.config, "project": self.project}
+        node: dict[str, Any] = {name: value for name, value in known.items() if value is not None}
         if self.classes is not None:
             node["classes"] = {"ids": list(self.classes.ids), "names": list(self.classes.names)}
         if self.thresholds is not None:
@@ -108,8 +111,7 @@ def read_weights(weights: str | Path | Mapping[str, Any]) -> Weights:
     node = checkpoint.get("cpvt_det") if path is None or not is_in_folder(path) else read_node(path.parent)
     node = node if isinstance(node, Mapping) else {}
     try:
-        found = detect_source(state_dict)
-        if found is not None:
+        if (found := detect_source(state_dict)) is not None:
             state_dict = convert_state_dict(state_dict, found)
     except WeightsError as error:
         raise WeightsError(f"{origin}: {error}") from error
@@ -125,7 +127,8 @@ def read_weights(weights: str | Path | Mapping[str, Any]) -> Weights:
     if config is None and found is not None:
         config = recognise(state_dict, found, start or (path and start_of_file(path)))
     thresholds = None if classes is None else _stored_thresholds(node.get("thresholds"), len(classes), origin)
-    return Weights(state_dict, classes, found, origin, config, thresholds, _proposes_classes(state_dict, found, config), path)
+    proposals, project = _proposes_classes(state_dict, found, config), found or node.get("project")
+    return Weights(state_dict, classes, found, origin, config, thresholds, proposals, path, project)
 
 
 def config_of_weights(weights: Weights) -> CfgNode:

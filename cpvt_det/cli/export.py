@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 import torch
 from tabulate import tabulate
 from torch import Tensor, nn
@@ -165,9 +166,10 @@ def _calibration_images(trained: Trained) -> Iterator[Tensor]:
     records = task.training_records(datasets)
     if len(records) < FEWEST:
         raise BadInputError(f"--int8 needs at least {FEWEST} images for calibration, but DATASETS.TRAIN has {len(records)}")
-    spread = replace(datasets[0], records=records[:: max(1, len(records) // CALIBRATION)])
-    samples = itertools.chain.from_iterable(task.build_test_loader(spread))
-    return (sample["image"] for sample in itertools.islice(samples, CALIBRATION))
+    chosen = np.zeros(len(records), dtype=bool)
+    chosen[np.linspace(0, len(records) - 1, min(CALIBRATION, len(records))).round().astype(int)] = True
+    loader = task.build_test_loader(replace(datasets[0], records=records.select(chosen)))
+    return (sample["image"] for sample in itertools.chain.from_iterable(loader))
 
 
 def _report_loss(trained: Trained, tests: list[CocoDataset], path: Path, max_loss: float) -> None:

@@ -103,8 +103,11 @@ def predict(
         )
     trained = load_model(weights, device, config_file, (*overrides, *tiles_overrides(tiles, overlap)))
     classifies = is_classifier(trained.cfg)
-    if classifies and threshold is not None:
-        raise BadInputError(f"--threshold is for detections, and {weights} is a classifier; leave it out")
+    for option, value in ("--threshold", threshold), ("--tiles", tiles), ("--overlap", overlap):
+        if classifies and value is not None:
+            raise BadInputError(f"{option} is for detections, and {weights} is a classifier; leave it out")
+    if overlap is not None and not trained.cfg.TEST.TILES.SIZE:
+        raise BadInputError("--overlap is for tiles; set their size with --tiles")
     if classifies and filmed:
         raise BadInputError(f"{source} is a video, but {weights} is a classifier, which takes only images")
     predictor = (ClassPredictor if classifies else Predictor).from_trained(trained)

@@ -57,8 +57,7 @@ def refuse_ignored(cfg: CfgNode) -> None:
     """
     changed, ours = without_untouched(cfg), core.get_cfg()
     for group in ("SOLVER", "INPUT", "DATALOADER", "TEST"):
-        ignored = sorted(set(changed[group]) - set(ours[group]))
-        if ignored:
+        if ignored := sorted(set(changed[group]) - set(ours[group])):
             raise ConfigError(
                 f"{group}.{ignored[0]} is a key of detectron2's own trainer and loader, which this runner does not use; remove it"
             )

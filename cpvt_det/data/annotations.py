@@ -68,8 +68,7 @@ class Entries:
             self._add_annotation(entry)
 
     def _add_image(self, entry: Any) -> None:
-        fault = image_fault(entry)
-        if fault is None:
+        if (fault := image_fault(entry)) is None:
             self._good.append((entry["id"], entry["file_name"], int(entry["height"]), int(entry["width"])))
         else:
             has_own = type(entry) is dict and FAULT in entry
@@ -209,8 +208,7 @@ class Entries:
                 self.issues.add_info("boxes of images that have faults themselves", _where(entry, number))
             else:
                 self.issues.add_fault(fault[0], f"{_where(entry, number)}: {fault[1]}")
-        counted = np.count_nonzero(is_plain[filled])
-        if counted:
+        if counted := np.count_nonzero(is_plain[filled]):
             self.issues.count_info(FILLED, counted)
         return np.pad(is_plain, (0, len(self._taken) // PACKED.size - len(is_plain)), constant_values=True)
 

@@ -141,8 +141,7 @@ class AugmentationStep:
             TypeError: the result is not a :data:`Scene`.
         """
         found = self.augment(image, boxes, labels, draw) if self.mixes else self.augment(image, boxes, labels)
-        wrong = _fault(found)
-        if wrong:
+        if wrong := _fault(found):
             raise TypeError(f"it must return image, boxes and labels, but {wrong}")
         image, boxes, labels = found
         clipped, kept = clip_to_visible(boxes.as_subclass(Tensor), image.shape[-2:], self.min_visible)

@@ -41,7 +41,7 @@ FLIPS = {1: (), 2: (2,), 3: (1, 2), 4: (1,), 5: (), 6: (2,), 7: (1, 2), 8: (1,)}
 """EXIF orientation -> dimensions of (3, H, W) to flip; for 5 to 8, height and width are swapped before the flip."""
 SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
 NO_RANGE = ("I", "F")  # 32-bit integers, floats
-WIDTH, LENGTH, PHOTOMETRIC = 256, 257, 262  # tags of TIFF
+WIDTH, LENGTH, BITS, PHOTOMETRIC = 256, 257, 258, 262  # tags of TIFF
 NOT_A_MATTER_OF_TIME = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP)
 WHITE_IS_ZERO = 0  # a value of PHOTOMETRIC; Pillow honours it for 8-bit images only
 CHUNKS_OF_ORIENTATION = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")  # of PNG
@@ -135,7 +135,7 @@ def read_header(path: str, content: bytes | None = None) -> ImageHeader:
             _require_known_range(image)
             if kind == PNG and _has_text_behind_pixels(file):
                 image.load()
-            orientation = _orientation(image)
+            orientation = orientation_of(image)
             tags: Any = getattr(image, "tag_v2", {})  # TIFF's stored size: Pillow's may be turned, depending on its version
             stored = tags.get(WIDTH, image.width), tags.get(LENGTH, image.height)
             width, height = stored if orientation < 5 else stored[::-1]
@@ -167,7 +167,7 @@ def read_image(path: str, content: bytes | None = None) -> "Tensor":
                 return _to_rgb(image)
             file.seek(0)  # not by path: torchvision would map the file, and a lost mount would then end the process
             source = torch.frombuffer(bytearray(file.read()), dtype=torch.uint8)
-            return _turn(decode_image(source, ImageReadMode.RGB), _orientation(image))  # torchvision knows no XMP
+            return _turn(decode_image(source, ImageReadMode.RGB), orientation_of(image))  # torchvision knows no XMP
     except Exception as error:
         raise _cannot_read(path, error) from error
 
@@ -197,8 +197,8 @@ def _to_rgb(image: Image.Image) -> "Tensor":
 
     _require_known_range(image)
     image.load()  # first: it finds an orientation that a PNG stores behind its pixels, and it turns a TIFF
-    pixels = torch.from_numpy(np.array(_to_eight_bits(image).convert("RGB"))).permute(2, 0, 1)  # (H, W, 3) -> (3, H, W)
-    return _turn(pixels, _orientation(image)).contiguous()
+    pixels = torch.from_numpy(np.array(to_eight_bits(image).convert("RGB"))).permute(2, 0, 1)  # (H, W, 3) -> (3, H, W)
+    return _turn(pixels, orientation_of(image)).contiguous()
 
 
 def _turn(pixels: "Tensor", orientation: int) -> "Tensor":
@@ -271,16 +271,18 @@ def _is_wide_portable(image: Image.Image) -> bool:
     return image.format == "PPM" and image.mode == "I"
 
 
-def _to_eight_bits(image: Image.Image) -> Image.Image:
-    """The high byte of 16-bit pixels. Pillow's own conversion is not used, because it makes all but the darkest pixels white."""
+def to_eight_bits(image: Image.Image) -> Image.Image:
+    """The high byte of 16-bit pixels, or the highest eight bits of a TIFF's 12-bit pixels. Pillow's own conversion is not used,
+    because it makes all but the darkest pixels white.
+    """
     if image.mode not in SIXTEEN_BITS and not _is_wide_portable(image):
         return image
-    high = (np.array(image) >> 8).astype(np.uint8)
     tags: Any = getattr(image, "tag_v2", {})
+    high = (np.array(image) >> (4 if 12 in np.ravel(tags.get(BITS, 16)) else 8)).astype(np.uint8)
     return Image.fromarray(255 - high if tags.get(PHOTOMETRIC) == WHITE_IS_ZERO else high)
 
 
-def _orientation(image: Image.Image) -> int:
+def orientation_of(image: Image.Image) -> int:
     """The orientation of an image as Pillow finds it, in EXIF data or XMP; 1 if the EXIF data are damaged.
 
     In a PNG that is not decoded yet, Pillow finds an orientation only if it is stored before the pixels. In a decoded TIFF,

@@ -16,11 +16,11 @@ IMAGES = {".apng", ".avif", ".bmp", ".dib", ".gif", ".j2c", ".j2k", ".jfif", ".j
 IMAGES |= {".jpx", ".mpo", ".pbm", ".pcx", ".pgm", ".png", ".pnm", ".ppm", ".qoi", ".tga", ".tif", ".tiff", ".webp"}
 IMAGES |= {".arw", ".cr2", ".cr3", ".dng", ".heic", ".heif", ".hif", ".jxl", ".nef", ".orf", ".raf", ".rw2"}
 """Suffixes of photographs. Which of them can be read depends on Pillow and its plugins."""
-NOT_THE_USERS = frozenset(("__MACOSX", "@eaDir", "#recycle", "$RECYCLE.BIN", "System Volume Information"))
+NOT_THE_USERS = frozenset(("__MACOSX", "@eaDir", "#recycle", "$RECYCLE.BIN", "System Volume Information", "lost+found"))
 """Folders that operating systems add, with copies and thumbnails of the user's files."""
 SPLITS = ("train", "val", "test")
 SPLIT_NAMES = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
-SPLIT_NAMES |= {"testing": "test"}
+SPLIT_NAMES |= {"trainval": "train", "testing": "test"}
 """Words in the names of files and folders -> splits."""
 
 
@@ -43,8 +43,12 @@ def walk(top: str | Path, seen: set[str]) -> Iterator[tuple[str, list[str]]]:
         top: the folder.
         seen: real paths of folders to leave out, so that a link cannot lead back to them. The folders of this walk are added to
             it.
+
+    Raises:
+        DataError: after the last folder, if one of them cannot be read.
     """
-    for folder, names, files in os.walk(top, followlinks=True):
+    errors: list[OSError] = []
+    for folder, names, files in os.walk(top, onerror=errors.append, followlinks=True):
         real = os.path.realpath(folder)
         if real in seen:
             names.clear()
@@ -52,6 +56,8 @@ def walk(top: str | Path, seen: set[str]) -> Iterator[tuple[str, list[str]]]:
         seen.add(real)
         names[:] = sorted(name for name in names if not name.startswith(".") and name not in NOT_THE_USERS)
         yield folder, sorted(name for name in files if not name.startswith("."))
+    for error in errors:
+        raise DataError(f"cannot read folder {error.filename}: {error.strerror}")
 
 
 def files_below(folder: Path, split: str = "") -> Iterator[str]:
@@ -154,13 +160,13 @@ def find_files(source: str, output: Path) -> tuple[list[Path], list[Path]]:
     Args:
         source: a file, a folder or a glob. A folder stands for all images in it and below it; in a glob, ``**`` matches any
             depth.
-        output: folder below which all files are ignored, because it may contain pictures drawn by an earlier call.
+        output: folder whose files below ``pictures`` are ignored, because an earlier call may have drawn them.
 
     Returns:
         At least one path, sorted. For a folder, also the photographs in formats that cannot be read here.
 
     Raises:
-        DataError: no image was found.
+        DataError: no image was found, or only ignored ones.
     """
     path, unreadable = Path(source).expanduser(), []
     if os.path.isfile(path):  # unlike Path.is_file, no error for a name that no file can have
@@ -176,9 +182,10 @@ def find_files(source: str, output: Path) -> tuple[list[Path], list[Path]]:
         pattern = str(Path(glob.escape(str(fixed)), path.relative_to(fixed)))
         found = [file for name in glob.glob(pattern, recursive=True) if (file := Path(name)).is_file()]
         why = f"nothing matches {source}" if glob.has_magic(source) else f"there is no file or folder {source}"
-    found, unreadable = (
-        sorted(file for file in some if output.resolve() not in file.resolve().parents) for some in (found, unreadable)
-    )
+    drawn = (output / "pictures").resolve()
+    if found and all(drawn in file.resolve().parents for file in found):
+        why = f"all images of {source} are in {drawn}, to which pictures are written; choose another output folder"
+    found, unreadable = (sorted(file for file in some if drawn not in file.resolve().parents) for some in (found, unreadable))
     if not found:
         raise DataError(why)
     return found, unreadable

@@ -81,8 +81,7 @@ class MappedDataset(Dataset):
 
     def __getitem__(self, draw: Draw) -> Sample:
         epoch, index = draw
-        worker = get_worker_info()
-        if worker is not None:
+        if (worker := get_worker_info()) is not None:
             self.at_work[worker.id] = torch.tensor([os.getpid(), index])
         try:
             return self._sample(epoch, index)

@@ -116,8 +116,7 @@ class Names:
 
     def entry(self, written: str, source: Path) -> dict[str, Any]:
         """The entry of an image in a data set's sections, without id: the path that :meth:`find` returns, or else a fault."""
-        path = self.find(written, source)
-        if path is not None:
+        if path := self.find(written, source):
             return {"file_name": str(path)}
         unreadable = self._unreadable[os.path.splitext(os.path.basename(written.replace("\\", "/")))[0]]
         why = f"{source} names {written!r}, and no image below {self.listing.root} has this name{cannot_read(unreadable)}"

@@ -145,8 +145,7 @@ def split_at_shards(path: str) -> tuple[str, str]:
 
 def expand(name: str) -> list[str]:
     """The names that a name with a range stands for: {08..11}.tar stands for 08.tar, 09.tar, 10.tar and 11.tar."""
-    match = re.fullmatch(r"(.*)\{(\d+)\.\.(\d+)\}(.*)", name)
-    if match is None:
+    if (match := re.fullmatch(r"(.*)\{(\d+)\.\.(\d+)\}(.*)", name)) is None:
         return [name]
     before, first, last, after = match.groups()
     return [f"{before}{number:0{len(first)}}{after}" for number in range(int(first), int(last) + 1)]

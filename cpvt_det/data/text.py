@@ -38,11 +38,18 @@ def composed(text: str) -> str:
 
 
 def ends_of(path: Path, size: int) -> str:
-    """The first and last ``size`` bytes of a file as text, to recognise the file by words in it."""
-    with path.open("rb") as file:
-        content = file.read(size)
-        file.seek(max(size, path.stat().st_size - size))
-        content += file.read()
+    """The first and last ``size`` bytes of a file as text, to recognise the file by words in it.
+
+    Raises:
+        DataError: a file that cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(size)
+            file.seek(max(size, path.stat().st_size - size))
+            content += file.read()
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
     return content.decode(json.detect_encoding(content), "replace")
 
 

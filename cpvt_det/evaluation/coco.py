@@ -65,8 +65,7 @@ class CocoEvaluator(Evaluator):
         boxes, scores = (values.detach().cpu().double().numpy() for values in (detections.boxes_xyxy, detections.scores))
         labels = detections.labels.cpu().numpy()
         for name, values in (("scores", scores[:, None]), ("boxes", boxes)):
-            bad = int((~np.isfinite(values)).any(axis=1).sum())
-            if bad:
+            if bad := int((~np.isfinite(values)).any(axis=1).sum()):
                 raise ValueError(f"{where}: {bad} of {len(scores)} {name} are not finite; the weights are probably broken")
         outside = labels[(labels < 0) | (labels >= len(self.classes))]
         if len(outside):

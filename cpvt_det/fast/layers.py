@@ -337,8 +337,7 @@ class FastDeformableEncoder(DeformableEncoder):
     def forward(self, tokens: Tensor, positions: Tensor, levels: Levels, position: PositionEncoding) -> Tensor:
         """The memory (B, N, C), zero at padded tokens if these were left out."""
         own = (FastDeformableEncoderLayer, FastDeformableAttention)
-        packing = packing_for(self, own, tokens, levels.padding_mask, position)
-        if packing is None:
+        if (packing := packing_for(self, own, tokens, levels.padding_mask, position)) is None:
             return super().forward(tokens, positions, levels, position)
         encoding = PackedEncoding(position, packing, levels.padding_mask)
         packed = PackedLevels(**vars(levels), packing=packing)

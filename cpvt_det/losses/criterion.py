@@ -109,8 +109,7 @@ class SetCriterion:
         if predictions.hybrid is not None:
             groups["loss_hybrid_"] = _repeated(predictions.hybrid, targets, normalizers, self.hybrid_matches)
         matches = dict(zip(groups, self.matcher(*(group[:2] for group in groups.values())), strict=True))
-        denoising = predictions.denoising
-        if denoising is not None:
+        if (denoising := predictions.denoising) is not None:
             groups["loss_denoising_"] = (denoising, padded, _times(normalizers, denoising.groups))
             matches["loss_denoising_"] = _known_matches(denoising)
         losses, finite = {}, []

@@ -124,8 +124,7 @@ def fine_grained_localization(matched: Matched) -> Tensor | None:
 
     ``None`` for predictions without distributions.
     """
-    made = matched.predictions.distributions
-    if made is None:
+    if (made := matched.predictions.distributions) is None:
         return None
     layer, image, query = matched.matches.layer, matched.matches.image, matched.matches.query
     has_sides = layer >= _first(matched)
@@ -146,8 +145,7 @@ def decoupled_distillation(matched: Matched, temperature: float = 5.0) -> Tensor
     The weight of a query is the overlap of its box with its object or, if it has no object, the last layer's score. The two means
     are then weighted by the square roots of the numbers of queries in them. ``None`` for predictions without distributions.
     """
-    made = matched.predictions.distributions
-    if made is None:
+    if (made := matched.predictions.distributions) is None:
         return None
     logits, first = made.logits, _first(matched)
     teacher = (logits[-1].detach() / temperature).softmax(-1)

@@ -218,8 +218,7 @@ def _plugs(model: nn.Module) -> list[tuple[nn.Module, Plug]]:
 
 
 def _required_plugs(model: nn.Module) -> list[tuple[nn.Module, Plug]]:
-    plugs = _plugs(model)
-    if not plugs:
+    if not (plugs := _plugs(model)):
         raise PlugError(f"{type(model).__name__} has no PEG that add_peg put there")
     return plugs
 

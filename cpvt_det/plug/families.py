@@ -65,7 +65,10 @@ class Family:
 
     def replace(self, owner: nn.Module) -> list[Any]:
         """Remove the encoder's own encoding; return objects whose ``remove()`` restores it, or an empty list if there is none."""
-        return [] if getattr(owner, "pos_embed", None) is None else [AttributeOverride(owner, "pos_embed", None)]
+        if getattr(owner, "pos_embed", None) is None:
+            return []
+        value = torch.zeros_like(owner.pos_embed) if hasattr(owner, "dist_token") else None  # timm's distilled DeiT adds it always
+        return [AttributeOverride(owner, "pos_embed", value)]
 
 
 def attribute_of(owner: nn.Module, value: int | str) -> Any:

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -17,6 +17,7 @@ from cpvt_det.common.class_names import Classes
 from cpvt_det.common.errors import BadInputError, DataError, DataFaultsError
 from cpvt_det.common.files import write_json
 from cpvt_det.data.images import ImageHeader, read_image
+from cpvt_det.data.listing import few
 from cpvt_det.data.validation.check import look_at_files
 from cpvt_det.data.validation.issues import Issues
 from cpvt_det.predict.detections import ImageDetections
@@ -114,22 +115,22 @@ def predict_files(
         The numbers of images and detections, and the best score.
 
     Raises:
-        BadInputError: a folder that cannot be written to.
+        BadInputError: a folder that cannot be written to, or in which an image would be overwritten.
         DataError: an image that cannot be decoded, unless it is dropped.
     """
-    pictures = picture_names([file.name for file in files])
+    names = picture_names([file.name for file in files])
+    pictures = {file.path: output / "pictures" / names[file.name] for file in files}
     results: list[dict[str, Any]] = []
     done: list[InputFile] = []
     total = Found()
-    _make_folder(output, "pictures")
+    _make_folder(output, pictures.values(), pictures)
     for file, everything in _predict_each(predictor, files, batch_size, on_bad):
         found = everything.above(threshold)
         total.add(everything, len(found))
-        picture = output / "pictures" / pictures[file.name]
-        picture.parent.mkdir(parents=True, exist_ok=True)
         drawn = found.draw()
         drawn.thumbnail((LONGEST_JPEG, LONGEST_JPEG))  # only if it is larger
-        drawn.save(picture, quality=92)
+        _make_folder(pictures[file.path].parent)
+        drawn.save(pictures[file.path], quality=92)
         results += found.to_coco(file.image_id)
         done.append(file)
     _write_coco(predictor.classes, done, results, output)
@@ -157,11 +158,11 @@ def predict_film(
         The numbers of frames and detections, and the best score.
 
     Raises:
-        BadInputError: a folder that cannot be written to.
+        BadInputError: a folder that cannot be written to, or in which the video would be overwritten.
         DataError, RunStoppedError: a video that cannot be decoded, or breaks off.
     """
     tracks = Tracks(reader.rate, threshold) if track else None
-    _make_folder(output)
+    _make_folder(output, [output / "film.mp4"], [reader.source])
     total, writer = Found(), FilmWriter(output / "film.mp4")
     bar = tqdm(total=reader.expected, desc="predicting", unit="frame", leave=False, file=sys.stderr)
     with bar, contextlib.closing(writer), (output / "frames.jsonl").open("w", encoding="utf-8", buffering=1) as lines:
@@ -180,9 +181,13 @@ def predict_film(
     return total
 
 
-def _make_folder(folder: Path, part: str = "") -> None:
+def _make_folder(folder: Path, written: Iterable[Path] = (), read: Iterable[str] = ()) -> None:
+    """Create a folder, unless a file that is read would be overwritten in it."""
+    targets = {os.path.realpath(path) for path in written}
+    if lost := [path for path in read if os.path.realpath(path) in targets]:
+        raise BadInputError(f"{few(lost)} would be overwritten; choose another output folder than {folder}")
     try:
-        (folder / part).mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise BadInputError(f"cannot write to {folder}: {error.strerror}; choose another folder") from error
 

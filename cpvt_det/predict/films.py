@@ -72,8 +72,7 @@ class FilmReader:
             raise BadInputError(f"every must be 1 or more frames, got {every}")
         self.source, self.every = os.fspath(source), every
         self._container = _open(self.source)
-        streams = self._container.streams.video
-        if not streams:
+        if not (streams := self._container.streams.video):
             self.close()
             raise DataError(f"{self.source} contains no video")
         self._stream = streams[0]

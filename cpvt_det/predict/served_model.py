@@ -96,7 +96,7 @@ class ServedModel:
         if not 0 <= query < count:
             raise BadInputError(f"query {query} does not exist; this model has queries 0 to {count - 1}")
         layers = range(len(record.layers["decoder"]))
-        if record.is_dense:
+        if record.is_dense("decoder"):
             heats = [heat_map(record, look(record, "decoder", layer, [query])[0, :, 0].mean(0)) for layer in layers]
             return {"kind": "heat", "layers": [{"rows": heat.round(3).tolist(), "corner": corner} for heat, corner in heats]}
         return {"kind": "points", "strides": record.strides, "layers": [_points(record, layer, query) for layer in layers]}
@@ -125,10 +125,10 @@ def _read(content: bytes, name: str) -> Tensor:
 
 
 def _points(record: ForwardRecord, layer: int, query: int) -> Json:
-    samples, references = look(record, "decoder", layer, [query])
+    locations, weights, references = look(record, "decoder", layer, [query])
     (height, width), (x, y) = record.canvas, record.scale
     canvas = torch.tensor([width * x, height * y])
-    locations, weights = samples.locations[0, 0] * canvas, samples.weights[0, 0] / len(samples.weights[0, 0])
+    locations, weights = locations[0, 0] * canvas, weights[0, 0] / len(weights[0, 0])
     levels = torch.arange(len(record.strides), dtype=weights.dtype)[:, None].expand(weights.shape)
     points = torch.stack((*locations.unbind(-1), weights, levels), dim=-1).flatten(0, 2)  # (M, L, P, 4) -> (M L P, 4)
     reference = references[0, 0, 0] * canvas.repeat(references.shape[-1] // 2)

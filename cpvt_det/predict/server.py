@@ -167,8 +167,7 @@ class Handler(BaseHTTPRequestHandler):
             raise RefusedError(403, "requests from other sites are refused")
 
     def _read_body(self) -> bytes:
-        length = _whole(self.headers.get("Content-Length", ""))
-        if length is None:
+        if (length := _whole(self.headers.get("Content-Length", ""))) is None:
             raise RefusedError(411, "the length of the image is missing")
         if length > self.server.max_upload:
             size, most = length / MEGABYTE, self.server.max_upload / MEGABYTE

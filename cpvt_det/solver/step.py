@@ -166,19 +166,29 @@ class TrainStep:
         self.bad_steps = NonFiniteGuard(options.max_bad_steps, device)
         self.scaler = torch.amp.GradScaler(device.type, enabled=options.amp_dtype == torch.float16)
         self._base_lrs = [group["lr"] for group in optimizer.param_groups]
+        names = {id(parameter): name for name, parameter in self.training_model.detector.named_parameters()}
+        self._names = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
         self._fits = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Optimiser and scaler, under detectron2's names, and the count of bad steps."""
+        """Optimiser and scaler, under detectron2's names, the optimiser's parameters in its order, and the count of bad steps."""
         return {
             "optimizer": self.optimizer.state_dict(),
+            "parameters": self._names,
             "grad_scaler": self.scaler.state_dict(),
             "bad_steps": self.bad_steps.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore optimiser, scaler and count. A run that had no scaler may continue with one."""
-        self.optimizer.load_state_dict(state["optimizer"])
+        """Restore optimiser, scaler and count. A run that had no scaler may continue with one.
+
+        Learning rates and weight decays stay as they are, and each parameter gets its own state back, whatever group it is in now.
+        """
+        of_name = dict(zip(state["parameters"], range(len(state["parameters"])), strict=True))
+        saved, groups = state["optimizer"]["state"], self.optimizer.state_dict()["param_groups"]
+        places = ((place, of_name.get(name)) for place, name in enumerate(self._names))
+        of_place = {place: saved[before] for place, before in places if before in saved}
+        self.optimizer.load_state_dict({"state": of_place, "param_groups": groups})
         if state.get("grad_scaler"):
             self.scaler.load_state_dict(state["grad_scaler"])
         self.bad_steps.load_state_dict(state["bad_steps"])

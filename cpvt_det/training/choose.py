@@ -155,11 +155,13 @@ def _typed_epochs(typed: CfgNode, keys: Sequence[str], epochs_per_step: float) -
 
 
 def _as_typed(plan: Plan, typed: CfgNode, keys: Sequence[str]) -> Plan:
-    """The plan with the batch and the canvas that the user typed, so that dependent choices follow them."""
+    """The plan with the batch and the sizes of images that the user typed, so that dependent choices follow them."""
     if "SOLVER.IMS_PER_BATCH" in keys:
         plan = replace(plan, batch=typed.SOLVER.IMS_PER_BATCH, why_batch=TYPED, typed_batch=True)
+    if "INPUT.MIN_SIZE_TRAIN" in keys and (sizes := sorted(typed.INPUT.MIN_SIZE_TRAIN)):
+        plan = replace(plan, canvas=sizes[len(sizes) // 2], why_canvas=TYPED, typed_sizes=sizes)
     if "INPUT.MIN_SIZE_TEST" in keys:
-        plan = replace(plan, canvas=typed.INPUT.MIN_SIZE_TEST, why_canvas=TYPED, typed_canvas=True)
+        plan = replace(plan, canvas=typed.INPUT.MIN_SIZE_TEST, why_canvas=TYPED, typed_test=True)
     return plan
 
 
@@ -196,7 +198,7 @@ def measure(cfg: CfgNode, datasets: Sequence[CocoDataset], processes: int = 1) -
         tried = _try_threads(most, 1 if has_choice else most, lambda: _step_pace(step, loader, device))
         best = min(tried, key=tried.__getitem__)
         torch.set_num_threads(best)
-        images, start = val.records[: 2 * cfg.TEST.IMS_PER_BATCH], time.perf_counter()
+        images, start = val.records[: max(1, 2 * cfg.TEST.IMS_PER_BATCH)], time.perf_counter()
         with evaluation_mode(detector):
             for samples in builders.build_test_loader(cfg, images):
                 task.infer(detector, samples)

@@ -98,8 +98,7 @@ class RunGuard:
         Raises:
             InterruptedRun: a received signal; the step is saved.
         """
-        signum = self._signals.received()
-        if signum:
+        if signum := self._signals.received():
             self._leave(signum)
 
     def batches(self, loader: Iterable[list[Sample]]) -> Iterator[list[Sample]]:

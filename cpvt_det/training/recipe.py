@@ -129,9 +129,10 @@ class Plan:
 
     Attributes:
         many_epochs: whether there is time for more than ``MOST_EPOCHS``.
-        typed_canvas, typed_batch: whether the user typed the value; a typed value does not change.
+        typed_test, typed_batch: whether the user typed the test size, which is then the canvas, or the batch; these do not change.
         least_canvas: smallest canvas; images are not shrunk below it.
         tunes: whether a trained detector is fine-tuned.
+        typed_sizes: training sizes that the user typed, around the canvas.
     """
 
     canvas: int
@@ -141,10 +142,11 @@ class Plan:
     many_epochs: bool = False
     why_canvas: str = ""
     why_batch: str = ""
-    typed_canvas: bool = False
+    typed_test: bool = False
     typed_batch: bool = False
     least_canvas: int = SMALLEST_CANVAS
     tunes: bool = False
+    typed_sizes: Sequence[int] = ()
 
 
 def describe_data(train: Sequence[ImageRecord], val: Sequence[ImageRecord]) -> DataFacts:
@@ -194,7 +196,7 @@ def next_plan(plan: Plan, steps: float, data: DataFacts, epochs: float | None = 
         The same plan if it fits the time, otherwise a new plan, which must be measured again.
     """
     fewest = FEWEST_STEPS_TUNED if plan.tunes else FEWEST_STEPS
-    if not plan.typed_canvas and steps < fewest and plan.canvas > plan.least_canvas:
+    if not (plan.typed_test or plan.typed_sizes) and steps < fewest and plan.canvas > plan.least_canvas:
         affordable = plan.canvas * math.sqrt(steps / fewest)  # time is proportional to the number of pixels
         canvas = max(one for one in CANVASES if one <= max(affordable, plan.least_canvas))
         why = f"at {plan.canvas} pixels, only {steps:.0f} steps would fit into the time"
@@ -300,13 +302,13 @@ def query_choices(data: DataFacts, number: int) -> list[Choice]:
 
 def input_choices(plan: Plan, data: DataFacts, machine: MachineFacts) -> list[Choice]:
     """The sizes of images, where training sizes lie around the canvas, and the number of processes that load them."""
-    sizes = [8 * round(plan.canvas * factor / 8) for factor in (0.875, 0.9375, 1.0, 1.0625, 1.125)]
-    test = plan.canvas if plan.typed_canvas else 16 * round(LARGER_TEST * plan.canvas / 16)
+    sizes = plan.typed_sizes or [8 * round(plan.canvas * factor / 8) for factor in (0.875, 0.9375, 1.0, 1.0625, 1.125)]
+    test = plan.canvas if plan.typed_test else 16 * round(LARGER_TEST * plan.canvas / 16)
     longest, longest_test = (32 * math.ceil(side * min(data.elongation, 2.0) / 32) for side in (max(sizes), test))
     why = f"there is time for more than {MOST_EPOCHS} epochs, over which AP falls without it"
     return [
         *([Choice("INPUT.AUGMENTATIONS", ["RandomPhotometricDistort"], why)] if plan.many_epochs else []),
-        Choice("INPUT.MIN_SIZE_TRAIN", sizes, "around the test size" if plan.typed_canvas else plan.why_canvas),
+        Choice("INPUT.MIN_SIZE_TRAIN", sizes, "around the test size" if plan.typed_test else plan.why_canvas),
         Choice("INPUT.MAX_SIZE_TRAIN", longest),
         Choice("INPUT.MIN_SIZE_TEST", test, "a little larger than in training, which finds more"),
         Choice("INPUT.MAX_SIZE_TEST", longest_test),

@@ -169,8 +169,7 @@ def train(cfg: CfgNode, engine: Engine, resume: bool, callbacks: Sequence[Callba
 
             def take_step(iteration: int) -> dict[str, float]:
                 losses = step(next(batches), iteration)
-                scalars = writer.put(iteration, losses, step.lr)
-                if scalars:
+                if scalars := writer.put(iteration, losses, step.lr):
                     calls.step(iteration, scalars)
                 guard.after_step(iteration)
                 guard.obey_signals()

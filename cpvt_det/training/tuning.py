@@ -129,7 +129,7 @@ def open_start(word: str, tell: Callable[[str], None]) -> TrainedStart:
     origin = f"{start.ap} AP on COCO, of {start.publisher}, " if start else ""
     tell(f"start: {word} ({origin}SHA-256 {digest})")
     names = () if weights.classes is None else weights.classes.names
-    return TrainedStart(word, digest, cfg, names, weights.source is None, frozenset(weights.state_dict))
+    return TrainedStart(word, digest, cfg, names, weights.project is None, frozenset(weights.state_dict))
 
 
 def describe_classes(start: TrainedStart, names: Sequence[str]) -> list[str]:

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from cpvt_det.common.structures import Size
+from cpvt_det.layers.attention import DeformableAttention
 from cpvt_det.visualize import recording
 from cpvt_det.visualize.figures import new_grid, save_figure
 from cpvt_det.visualize.pictures import hex_color
 from cpvt_det.visualize.position import NamedDetector, added_by
-from cpvt_det.visualize.recording import AttendedQuery, ForwardRecord, Point, Samples
+from cpvt_det.visualize.recording import AttendedQuery, ForwardRecord, Point
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,14 +42,14 @@ def draw_attention(record: ForwardRecord, tokens: Sequence[AttendedQuery], outpu
     """
     paths = []
     for part, attended in (("encoder", tokens), ("decoder", record.found)):
-        layers = len(record.layers[part])
+        layers, is_dense = len(record.layers[part]), record.is_dense(part)
         if not layers or not attended:
             continue
-        what = "attention" if record.is_dense else "sampling points"
-        mean = ", mean over heads" if record.is_dense else ", all heads"
+        what = "attention" if is_dense else "sampling points"
+        mean = ", mean over heads" if is_dense else ", all heads"
         by_layer = [(f"layer {n}", n, None) for n in range(layers)]
         last = record.layers[part][-1]
-        heads = range(last.num_heads if record.is_dense else last.samples[0])
+        heads = range(last.num_heads if is_dense else last.samples[0])
         by_head = [(f"head {head}", layers - 1, head) for head in heads]
         paths.append(_draw(record, part, attended, by_layer, f"{part}, {what}{mean}", output / f"{part}.png"))
         title = f"{part}, {what} of the last layer ({layers - 1}) by head"
@@ -69,7 +70,7 @@ def _draw(
     side = max(2.4, min(4.0, 8 / len(columns)))  # inches, the long side of a panel
     panel = (side * min(1, width / height), side * min(1, height / width) + 0.35)
     figure, panels = new_grid(len(attended), len(columns), panel, title)
-    paint: Callable = _paint_weights if record.is_dense else _paint_samples
+    paint: Callable = _paint_weights if record.is_dense(part) else _paint_samples
     for column, (name, layer, head) in enumerate(columns):
         seen = look(record, part, layer, [query.index for query in attended])
         for row, query in enumerate(attended):
@@ -86,7 +87,7 @@ def _draw(
             axes.set_title(f"{name}, {note}", fontsize=8)
             if column == 0:
                 axes.set_ylabel(query.name, fontsize=9)
-    if not record.is_dense:
+    if not record.is_dense(part):
         for level, stride in enumerate(record.strides):
             panels[0, 0].scatter([], [], 30, color=hex_color(level), label=f"level {level}, stride {stride}")
         wide = min(len(record.strides), 2 * len(columns))
@@ -95,7 +96,7 @@ def _draw(
     return path
 
 
-def look(record: ForwardRecord, part: str, layer: int, chosen: list[int]) -> Tensor | tuple[Samples, Tensor]:
+def look(record: ForwardRecord, part: str, layer: int, chosen: list[int]) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """The attention weights or sampling points of tokens or queries in one layer.
 
     Args:
@@ -105,16 +106,17 @@ def look(record: ForwardRecord, part: str, layer: int, chosen: list[int]) -> Ten
         chosen: indices of Q' tokens or queries.
 
     Returns:
-        For dense attention, weights (1, M, Q', N) float. For deformable attention, samples and their reference points (1, Q', L, 2
-        or 4). All tensors are on the CPU.
+        For dense attention, weights (1, M, Q', N) float. For deformable attention, the locations of samples (1, Q', M, L, P, 2) and
+        their weights (1, Q', M, L, P), as in :meth:`cpvt_det.layers.attention.DeformableAttention.sample`, and the reference points
+        (1, Q', L, 2 or 4). All tensors are on the CPU.
     """
     attention, inputs = record.layers[part][layer], record.inputs[part, layer]
     with torch.no_grad():
-        if record.is_dense:
+        if record.is_dense(part):
             return recording.attention_weights(attention, *inputs, chosen=chosen).cpu()
         queries, references, _, levels = inputs
-        samples = recording.sampling_points(attention, queries[:, chosen], references[:, chosen], levels)
-        return Samples(samples.locations.cpu(), samples.weights.cpu()), references[:, chosen].cpu()
+        samples = attention.sample(queries[:, chosen], references[:, chosen], levels)
+        return *(part.cpu() for part in samples), references[:, chosen].cpu()
 
 
 def _paint_weights(axes: "Axes", record: ForwardRecord, weights: Tensor, row: int, head: int | None) -> str:
@@ -141,19 +143,18 @@ def heat_map(record: ForwardRecord, weights: Tensor) -> tuple[np.ndarray, Point]
         An array (rows, columns) float32 in multiples of uniform attention, and the (x, y) of the array's lower right corner in
         pixels of the original image. The corner may lie outside the image.
     """
-    stride, (x, y) = record.strides[0], record.scale
+    stride, (x, y) = record.strides[-1], record.scale
     # Padded cells have no weight, and lie beyond the image.
     rows, columns = (-(-side // stride) for side in record.image.shape[1:])
-    heat = weights.view(record.shape_of(0))[:rows, :columns].numpy() * (rows * columns)
+    heat = weights.view(record.shape_of(stride))[:rows, :columns].numpy() * (rows * columns)
     return heat, (columns * stride * x, rows * stride * y)
 
 
-def _paint_samples(axes: "Axes", record: ForwardRecord, seen: tuple[Samples, Tensor], row: int, head: int | None) -> str:
+def _paint_samples(axes: "Axes", record: ForwardRecord, seen: tuple[Tensor, ...], row: int, head: int | None) -> str:
     """Draw the reference point, and a dot per sample, whose colour is the level and whose size is the weight. Return a note with
     each level's share of the weights."""
-    samples, references = seen
     heads = slice(None) if head is None else slice(head, head + 1)
-    locations, weights = samples.locations[0, row, heads], samples.weights[0, row, heads]
+    locations, weights, references = seen[0][0, row, heads], seen[1][0, row, heads], seen[2]
     size = torch.tensor([record.canvas[1] * record.scale[0], record.canvas[0] * record.scale[1]])
     for level in range(locations.shape[1]):
         x, y = (locations[:, level].flatten(0, 1) * size).T.numpy()
@@ -212,10 +213,9 @@ class AttentionByPosition:
 
 
 def dense_models(models: Sequence[NamedDetector]) -> list[NamedDetector]:
-    """The models whose encoder has layers and attends to all tokens."""
-    return [
-        model for model in models if not model.detector.needs_references and recording.attention_layers(model.detector)["encoder"]
-    ]
+    """The models whose encoder has layers and attends to all tokens, of one level."""
+    layers = [recording.attention_layers(model.detector)["encoder"] for model in models]
+    return [model for model, of in zip(models, layers, strict=True) if of and not isinstance(of[0], DeformableAttention)]
 
 
 def average_attention(detector: nn.Module, images: Sequence[Tensor], layer: int) -> AttentionByPosition:
@@ -228,7 +228,7 @@ def average_attention(detector: nn.Module, images: Sequence[Tensor], layer: int)
     """
     layers = recording.attention_layers(detector)["encoder"]
     layer = min(layer, len(layers) - 1)
-    return mean_attention(detector, images, layer, layers[layer], detector.backbone.strides[-1])
+    return mean_attention(detector, images, layer, layers[layer], detector.strides[-1])
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ class Text:
     """A line of text in which each character has a font that contains it.
 
     Args:
-        text: text of one line.
+        text: text; line breaks are drawn as blanks.
         size: height of the font in pixels.
 
     Attributes:
@@ -31,6 +31,7 @@ class Text:
     """
 
     def __init__(self, text: str, size: float):
+        text = " ".join(text.splitlines())
         files = fallbacks(text)
         self._parts: list[tuple[float, str, ImageFont.FreeTypeFont]] = []
         end, boxes = 0.0, [(0.0, 0.0, 0.0, 0.0)]

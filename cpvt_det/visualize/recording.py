@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from cpvt_det.common.class_names import Classes
 from cpvt_det.common.errors import BadInputError
-from cpvt_det.common.structures import Levels, Size
+from cpvt_det.common.structures import Size
 from cpvt_det.evaluation.answers import PostProcessor, ScoreDecoder
 from cpvt_det.layers.attention import Attention, DeformableAttention, Place
 
@@ -81,40 +81,6 @@ def attention_weights(
 
 
 @dataclass
-class Samples:
-    """The sampling points of queries in deformable attention.
-
-    Attributes:
-        locations: (B, Q, M, L, P, 2) float, xy in [0, 1] of the padded map; outside the map, zeros are sampled.
-        weights: (B, Q, M, L, P) float; they sum to 1 over L and P.
-    """
-
-    locations: Tensor
-    weights: Tensor
-
-
-def sampling_points(attention: DeformableAttention, queries: Tensor, reference_points: Tensor, levels: Levels) -> Samples:
-    """The sampling points of a deformable attention layer, computed from its inputs.
-
-    Args:
-        attention: the layer.
-        queries: (B, Q, C) float, all queries or some of them.
-        reference_points: (B, Q, L, 2 or 4) float, xy or cxcywh in [0, 1] of the padded map.
-        levels: layout of the tokens.
-
-    Source: arXiv 2010.04159, equation 3 and section A.4 (offsets from boxes).
-    """
-    heads, num_levels, points = attention.samples
-    offsets = F.linear(queries, attention.sampling_offsets.weight, attention.sampling_offsets.bias)
-    offsets = offsets.unflatten(-1, (heads, num_levels, points, 2))
-    logits = F.linear(queries, attention.attention_weights.weight, attention.attention_weights.bias)
-    weights = logits.unflatten(-1, (heads, -1)).softmax(-1).unflatten(-1, (num_levels, points))
-    centers, sizes = reference_points[:, :, None, :, None, :2], reference_points[:, :, None, :, None, 2:]
-    steps = offsets / levels.sizes[:, None] if not sizes.numel() else offsets / points * sizes / 2
-    return Samples(centers + steps, weights)
-
-
-@dataclass
 class AttendedQuery:
     """A token of the encoder or a query of the decoder whose attention is drawn.
 
@@ -153,10 +119,9 @@ class ForwardRecord:
     inputs: dict[tuple[str, int], tuple[Any, ...]]
     found: list[AttendedQuery]
 
-    @property
-    def is_dense(self) -> bool:
-        """Whether queries attend to all tokens instead of sampling points."""
-        return not self.detector.needs_references
+    def is_dense(self, part: str) -> bool:
+        """Whether the "encoder" or the "decoder" attends to all tokens instead of sampling points."""
+        return not any(isinstance(layer, DeformableAttention) for layer in self.layers[part])
 
     @property
     def strides(self) -> list[int]:
@@ -169,9 +134,9 @@ class ForwardRecord:
         (height, width), (h, w) = self.original_size, self.image.shape[1:]
         return width / w, height / h
 
-    def shape_of(self, level: int) -> Size:
-        """(H_l, W_l) of a level's map, padding included."""
-        return tuple(-(-side // self.strides[level]) for side in self.canvas)
+    def shape_of(self, stride: int) -> Size:
+        """(H_l, W_l) of the map of a level with this stride, padding included."""
+        return tuple(-(-side // stride) for side in self.canvas)
 
 
 def attention_layers(detector: nn.Module) -> dict[str, list[nn.Module]]:
@@ -219,18 +184,19 @@ def tokens_at(record: ForwardRecord, points: Sequence[Point], level: int) -> lis
     Args:
         record: record of the image's forward pass.
         points: (x, y) in pixels of the original image.
-        level: index of the level; 0 is the finest.
+        level: index of the level; 0 is the finest. The only level of an encoder that attends to all tokens is the coarsest one.
 
     Raises:
         BadInputError: a point outside the image, or a level that the detector does not have.
     """
     height, width = record.original_size
-    levels = len(record.strides)
+    strides = record.strides[-1:] if record.is_dense("encoder") else record.strides
+    levels = len(strides)
     if not 0 <= level < levels:
         known = "one level, 0" if levels == 1 else f"levels 0 to {levels - 1}"
         raise BadInputError(f"--level {level}: this {type(record.detector).__name__} has {known}")
-    starts = [rows * columns for rows, columns in map(record.shape_of, range(level))]
-    stride, columns = record.strides[level], record.shape_of(level)[1]
+    starts = [rows * columns for rows, columns in map(record.shape_of, strides[:level])]
+    stride, columns = strides[level], record.shape_of(strides[level])[1]
     attended = []
     for x, y in points:
         if not (0 <= x < width and 0 <= y < height):

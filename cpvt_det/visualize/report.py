@@ -78,8 +78,7 @@ def precision_recall_figure(curves: Sequence[Curve], names: Sequence[str]) -> "F
             panel.plot(curve.recall, curve.precision, linewidth=1.5)
         else:
             panel.text(0.5, 0.5, "no objects", ha="center")
-        best = curve.best()
-        if best is not None:
+        if (best := curve.best()) is not None:
             panel.plot(best.recall, best.precision, "o", color="black")
             panel.text(0.04, 0.05, f"F1 {best.f1:.2f} at score {best.threshold:.2f}", fontsize=8)
     for panel in panels[len(curves) :]:

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from test_checkpoint import detector, hf_folder, same, to_facebook
 
 from cpvt_det.checkpoint import load_weights
+from cpvt_det.checkpoint.weights import read_weights
 from cpvt_det.cli.convert_weights import convert_weights
 from cpvt_det.common.class_names import COCO_ROWS
 from cpvt_det.common.errors import RunStoppedError, WeightsError
@@ -32,6 +33,8 @@ def test_the_command_writes_a_checkpoint_that_tells_its_classes(tmp_path):
     model = detector(num_classes=91, seed=1)
     assert not load_weights(model, tmp_path / "ours.pth").is_partial
     assert same(model.state_dict(), official.state_dict())
+    again, source = read_weights(tmp_path / "ours.pth"), read_weights(tmp_path / "official.pth")
+    assert (again.source, again.project, source.source, source.project) == (None, *3 * ["facebook_detr"])
 
 
 def test_the_command_takes_a_folder_and_writes_bare_safetensors(tmp_path):

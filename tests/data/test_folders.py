@@ -103,6 +103,18 @@ def write_coco(folder):
     write(folder / "annotations/captions_train2017.json", coco(TRAIN))
 
 
+def write_coco_trainval(folder):
+    """As VOC's splits in COCO's format."""
+    both(folder, "images/{name}.png", lambda split, name: ())
+    write(folder / "trainval.json", coco(TRAIN))
+    write(folder / "test.json", coco(VAL))
+
+
+def write_coco_and_trainval(folder):
+    write_coco(folder)
+    write(folder / "annotations/instances_trainval2017.json", coco(TRAIN + VAL))
+
+
 def write_roboflow_coco(folder):
     both(folder, "{split}/{name}.png", lambda split, name: (), val="valid")
     write(folder / "train/_annotations.coco.json", coco(TRAIN))
@@ -188,6 +200,8 @@ def write_cvat(folder):
 
 
 WITH_SPLIT = {
+    "COCO trainval": (write_coco_trainval, "coco"),
+    "COCO and its trainval": (write_coco_and_trainval, "coco"),
     "coco": (write_coco, "coco"),
     "roboflow coco": (write_roboflow_coco, "coco"),
     "roboflow yolo": (write_roboflow_yolo, "yolo"),

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An image file and its boxes: decoded as what it shows, and augmented together."""
 
+import struct
 from collections import Counter
 
 import numpy as np
@@ -114,6 +115,17 @@ def test_sixteen_bits_become_eight(tmp_path, suffix):
     image = read_image(str(tmp_path / f"a.{suffix}"))
     assert image.dtype == torch.uint8
     assert image[:, 0].tolist() == [[0, 1, 128, 255]] * 3
+
+
+def test_twelve_bits_become_eight(tmp_path):
+    """A TIFF of one row, written by hand: 4095 is white."""
+    values = [0x000, 0x7FF, 0x800, 0xFFF]
+    packed = bytes.fromhex("".join(f"{value:03x}" for value in values))
+    tags = [(256, 4), (257, 1), (258, 12), (259, 1), (262, 1), (273, 8 + 2 + 12 * 9 + 4), (277, 1), (278, 1), (279, len(packed))]
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
+    header = struct.pack("<2sHIH", b"II", 42, 8, len(tags))
+    (tmp_path / "a.tiff").write_bytes(header + entries + struct.pack("<I", 0) + packed)
+    assert read_image(str(tmp_path / "a.tiff"))[0].tolist() == [[0, 0x7F, 0x80, 0xFF]]
 
 
 def test_first_frame_of_an_animation_is_read(tmp_path):

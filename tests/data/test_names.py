@@ -124,6 +124,8 @@ def test_text_that_cannot_be_read_says_why(tmp_path):
         numbered_lines(tmp_path / "a.txt")
     with pytest.raises(DataError, match=r"cannot read .*b.txt: No such file"):
         numbered_lines(tmp_path / "b.txt")
+    with pytest.raises(DataError, match=r"cannot read .*b.txt: No such file"):
+        ends_of(tmp_path / "b.txt", 16)
     (tmp_path / "a.xml").write_bytes(b"<?xml version='1.0' encoding='latin-1'?><a>K\xe4fer</a>")
     assert read_xml(tmp_path / "a.xml").text == "Käfer"
     assert decode(b"") == ""
@@ -165,6 +167,20 @@ def test_brackets_of_a_folder_that_exists_are_no_pattern(tmp_path):
     assert find_files(f"{trip}/[ab].jpg", tmp_path / "out")[0] == [trip / "a.jpg", trip / "b.jpg"]
     with pytest.raises(DataError, match="nothing matches"):
         find_files(f"{trip}/[xy].jpg", tmp_path / "out")
+
+
+def test_a_folder_that_cannot_be_read_is_told(tmp_path, monkeypatch):
+    """As if the user were not allowed to: root may read all."""
+    names_of(tmp_path, "a.jpg", "private/b.jpg", "z/c.jpg")
+
+    def scandir(path, scandir=os.scandir):
+        if str(path).endswith("private"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(DataError, match="cannot read folder .*private: Permission denied"):
+        Listing(tmp_path)
 
 
 def test_parts_of_a_path_do_not_depend_on_how_it_is_written(tmp_path, monkeypatch):

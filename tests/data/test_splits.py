@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import ExifTags, Image
 from test_folders import draw
 
 from cpvt_det.data.folders.prepare import divide
@@ -15,12 +15,14 @@ from cpvt_det.data.validation import duplicates
 from cpvt_det.data.validation.duplicates import group_near_duplicates, near_duplicates
 
 
-def sections(images, classes):
-    annotations = [{"image_id": image, "category_id": name} for image, names in classes.items() for name in names]
+def sections(images, classes, **more):
+    """Boxes of classes named by single letters, whose ids are their codes."""
+    one = {"bbox": [0, 0, 9, 9], **more}
+    annotations = [{**one, "image_id": image, "category_id": ord(name)} for image, names in classes.items() for name in names]
     return {
         "images": [{"id": n, "file_name": str(path)} for n, path in images.items()],
         "annotations": annotations,
-        "categories": [],
+        "categories": [{"id": number} for number in sorted({annotation["category_id"] for annotation in annotations})],
     }
 
 
@@ -37,7 +39,7 @@ def test_a_drawn_split_keeps_copies_together_and_rare_classes_on_both_sides(tmp_
     assert groups[0] == groups[1] == groups[2] and len(set(groups)) == 8
     some = [str(paths[5]), str(paths[1]), str(paths[2])]
     assert near_duplicates(some, [str(tmp_path / "none.png"), str(paths[0]), str(paths[4])]) == {1: (1, 2)}
-    content = sections(paths, {number: ["common", *{3: ["r"], 4: ["r"], 5: ["s"]}.get(number, [])] for number in range(10)})
+    content = sections(paths, {number: ["c", *{3: ["r"], 4: ["r"], 5: ["s"]}.get(number, [])] for number in range(10)})
     for seed in range(20):
         parts = divide(content, tmp_path, seed, [])
         assert parts["train"] | parts["val"] == set(range(10)) and not parts["train"] & parts["val"]
@@ -52,6 +54,35 @@ def test_a_drawn_split_keeps_copies_together_and_rare_classes_on_both_sides(tmp_
     assert divide(sections(paths, {0: ["a"], 4: ["a"]}), moved, 1, []) == divide(
         sections({number: tmp_path / path.name for number, path in paths.items()}, {0: ["a"], 4: ["a"]}), tmp_path, 1, []
     )
+
+
+@pytest.mark.parametrize("more", [{"iscrowd": 1}, {"bbox": [3, 3, 0, 9]}, {"bbox": ["3", 3, 9, 9]}])
+def test_the_only_object_to_learn_of_a_class_is_trained_on(tmp_path, more):
+    """The other one is difficult, without area or faulty."""
+    paths = {number: tmp_path / f"{number}.png" for number in range(10)}
+    for number, path in paths.items():
+        draw(path, "abcdefghij"[number])
+    for seed in range(10):
+        content = sections(paths, {number: ["c"] for number in paths} | {0: ["r"]})
+        content["annotations"] += sections(paths, {1: ["r"]}, **more)["annotations"]
+        assert 0 in divide(content, tmp_path, seed, [])["train"]
+
+
+@pytest.mark.parametrize("kind", ["I;16", "turned", "turned tiff"])
+def test_images_of_many_bits_and_turned_images_are_compared(tmp_path, kind):
+    for name in "ab":
+        draw(tmp_path / f"{name}.png", name)
+    picture = Image.open(tmp_path / "b.png")
+    if kind == "I;16":
+        high = np.array(picture.convert("L")).astype(np.uint16) * 256
+        Image.fromarray(high).save(tmp_path / "c.png")
+    else:
+        exif = Image.Exif()
+        exif[ExifTags.Base.Orientation] = 6  # upright after a quarter turn clockwise
+        path = tmp_path / f"c.{'tiff' if 'tiff' in kind else 'png'}"
+        picture.transpose(Image.Transpose.ROTATE_90).save(path, exif=exif)
+    (path,) = tmp_path.glob("c.*")
+    assert near_duplicates([str(tmp_path / "a.png"), str(tmp_path / "b.png")], [str(path)]) == {0: (1, 1)}
 
 
 def test_plain_images_are_no_duplicates(tmp_path):

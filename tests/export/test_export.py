@@ -341,6 +341,10 @@ def test_canvases_of_the_comparison_were_not_traced_and_are_padded():
         assert tuple(batch.images.shape[2:]) == (canvas.height, canvas.width) and batch.padding_mask.any((1, 2)).all()
 
 
+def test_images_of_a_large_batch_have_pixels():
+    assert min(min(image.shape[1:]) for image in check.draw_images(Canvas(200, 32, 80), 16)) > 1
+
+
 def test_a_program_that_is_not_the_model_leaves_no_file(tmp_path, monkeypatch):
     def prepare_wrongly(detector, sampling):
         ready = prepare(detector, sampling)

@@ -364,6 +364,17 @@ def test_too_few_images_to_calibrate_on_are_refused(run):
         export._calibration_images(load_trained(run.weights, "cpu"))
 
 
+def test_images_to_calibrate_on_are_spread_over_all(run, monkeypatch):
+    """Four of five are not the first four."""
+    monkeypatch.setattr(export, "FEWEST", 1)
+    found = {}
+    for number in (4, 5, 9):
+        monkeypatch.setattr(export, "CALIBRATION", number)
+        found[number] = list(export._calibration_images(load_trained(run.weights, "cpu")))
+    assert [len(images) for images in found.values()] == [4, 5, 5]
+    assert all(torch.equal(found[4][end], found[5][end]) for end in (0, -1))
+
+
 def test_images_of_another_set_are_refused(run):
     trained = load_trained(run.weights, "cpu")
     trained.classes = Classes(trained.classes.ids, ("a", "b", "c"))

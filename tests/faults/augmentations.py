@@ -92,7 +92,7 @@ CASES = [
         "an augmentation of one's own with boxes of another format",
         train("own xywh"),
         "'own xywh' failed on a black image, ...: it must return image, boxes and labels, but a box is not [x0, y0, x1, y1]",
-        guard=Cut("data/augmentation.py", "        if wrong:", "        if False:"),
+        guard=Cut("data/augmentation.py", "if wrong := _fault(found):", "if False:"),
     ),
     Case(
         "an augmentation of one's own that fails on an image, not on the black one",

@@ -151,7 +151,7 @@ CASES = [
         "TEST.BEST_FIGURE that no evaluation has",
         train(TEST__BEST_FIGURE="mAP"),
         "unknown figure of the evaluation (TEST.BEST_FIGURE) 'mAP'; known: bbox/AP, bbox/AP-cell",
-        guard=Cut("training/tasks/task.py", "if not figure:", "if True:"),
+        guard=Cut("training/tasks/task.py", "if not (figure := task.cfg.TEST.BEST_FIGURE):", "if True:"),
     ),
     Case(
         "TEST.BEST_FIGURE of large objects, where there are none",

@@ -497,7 +497,8 @@ QUIRKS = [
         each(in_folder),
         touches=("names", "label place"),
         guard=listing(
-            "for folder, names, files in os.walk(top, followlinks=True):", "for folder, names, files in [next(os.walk(top))]:"
+            "for folder, names, files in os.walk(top, onerror=errors.append, followlinks=True):",
+            "for folder, names, files in [next(os.walk(top))]:",
         ),
     ),
     # what is an image
@@ -712,7 +713,7 @@ QUIRKS = [
         touches=("lists",),
         guard=text_of(
             "folders/layouts.py",
-            'of_split[{"trainval": "train", "dev": "val"}.get(one.lower(), split_named(one))].append(one)',
+            'of_split["val" if one.lower() == "dev" else split_named(one)].append(one)',
             "of_split[one].append(one)",
         ),
     ),
@@ -803,7 +804,7 @@ QUIRKS = [
         "boxes that are not numbers: ...<xmin> in <bndbox> is 'left', not a number",
         2,
         ("objects",),
-        voc("    if number is None:\n        raise", "    if False:\n        raise"),
+        voc("if (number := _number(text)) is None:", "if (number := _number(text)) is False:"),
     ),
     Quirk(
         "VOC: NaN as a side",
@@ -938,7 +939,7 @@ QUIRKS = [
         2,
         ("images",),
         (
-            names("if path is not None:\n            return {", "if True:\n            return {"),
+            names("if path := self.find(written, source):", "if (path := self.find(written, source)) or True:"),
             text_of("validation/check.py", '"are missing" if isinstance', '"are there" if isinstance'),
         ),
     ),
@@ -1001,7 +1002,7 @@ QUIRKS = [
         "ids that are not whole numbers: categories[0]: id 'c1'",
         2,
         ("ids",),
-        coco("        if fault:\n            raise", "        if False:\n            raise"),
+        coco("if fault := category_fault(category):", "if False:"),
     ),
     Quirk(
         "COCO: a category 0",

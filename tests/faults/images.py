@@ -202,7 +202,7 @@ ENDS = check("if decode or not header.is_whole:", "if decode:")
 DECODED = check("if decode or not header.is_whole:", "if not header.is_whole:")
 SIZES = check("if (header.width, header.height) == said:", "if True:")
 TURNS = decoder("    if orientation == 1:", "    if True:")
-CONVERTED = decoder('_to_eight_bits(image).convert("RGB")', 'Image.new("RGB", image.size)')  # all pixels zeroed
+CONVERTED = decoder('to_eight_bits(image).convert("RGB")', 'Image.new("RGB", image.size)')  # all pixels zeroed
 BEHIND = decoder("if kind == PNG and _has_text_behind_pixels(file):", "if False:")
 PLACES = decoder("Image.Image.getexif(image).get(", "Image.Exif().get(")  # no place is looked at
 HIGH_BYTE = decoder("if image.mode not in SIXTEEN_BITS and not _is_wide_portable(image):", "if True:")

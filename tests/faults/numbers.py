@@ -172,7 +172,7 @@ def thin(drawn: Drawn) -> None:
 
 
 TABLE = "Evaluation on drawn:...AR100"
-FINITE = Cut("evaluation/coco.py", "if bad:", "if False:")
+FINITE = Cut("evaluation/coco.py", "if bad := int(", "if False and int(")
 NOT_FINITE = "the detections of image id 1: ...{} are not finite; the weights are probably broken"
 
 CASES = [

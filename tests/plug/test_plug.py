@@ -284,6 +284,19 @@ def test_a_replaced_table_leaves_and_comes_back(name, table):
         assert all(torch.equal(value, state[key]) for key, value in one.state_dict().items())
 
 
+def test_a_distilled_transformer_without_its_table_runs():
+    """timm's adds the table whether there is one or not."""
+    timm = pytest.importorskip("timm")
+    model = timm.create_model("deit_tiny_distilled_patch16_224", img_size=64, depth=2).eval()
+    image = torch.rand(1, 3, 64, 64)
+    with torch.no_grad():
+        before = model(image)
+        add_peg(model, position="replace")
+        assert not torch.equal(model(image), before)
+        remove_peg(model)
+        assert torch.equal(model(image), before)
+
+
 def test_a_replaced_table_follows_the_models_dtype():
     example = example_of("torchvision VisionTransformer")
     model = remove_peg(add_peg(example.model(), position="replace").double())

@@ -70,8 +70,9 @@ def test_a_predictor_of_the_other_task_is_refused(weights, tiny_run, folders, tm
     with pytest.raises(ConfigError, match=r"'CPVTDetr' is not a classifier; use Predictor"):
         ClassPredictor.from_checkpoint(tiny_run("detr").weights, device="cpu")
     words = ["--input", folders / "val", "--output", tmp_path / "out", "--threshold", 0.5]
-    done = call("predict", weights, *words)
-    assert done.exit_code == 2 and "--threshold is for detections" in done.output
+    for option in ("--threshold", "--overlap", "--tiles"):
+        done = call("predict", weights, *words[:-2], option, 1 if option == "--tiles" else 0.5)
+        assert done.exit_code == 2 and f"{option} is for detections" in done.output
     (tmp_path / "file").touch()
     done = call("predict", weights, *words[:2], "--output", tmp_path / "file/out")
     assert done.exit_code == 2 and "cannot write to" in done.output

@@ -48,6 +48,15 @@ def write_film(path, count=7, size=(64, 48), times=None, codec="mpeg4"):
     return path
 
 
+def test_a_film_is_not_overwritten_by_its_own_pictures(run, tmp_path):
+    film = write_film(tmp_path / "film.mp4")
+    before = film.read_bytes()
+    words = ["predict", run.weights, "--input", film, "--output", tmp_path, "--device", "cpu"]
+    result = CliRunner().invoke(main, [str(word) for word in words])
+    assert result.exit_code == 2 and "film.mp4 would be overwritten; choose another output folder" in result.stderr
+    assert film.read_bytes() == before
+
+
 def write_sound(path, seconds=1):
     with av.open(str(path), "w") as container:
         stream = container.add_stream("pcm_s16le", rate=8000, layout="mono")

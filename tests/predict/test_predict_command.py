@@ -172,7 +172,36 @@ def test_pictures_of_an_earlier_call_are_not_taken(run, photos, tmp_path):
         assert predict(run, photos, photos / "found").exit_code == 0
     assert len(written(photos / "found")) == 5
     nothing = predict(run, f"{photos}/found/**/*.jpg", photos / "found")
-    assert nothing.exit_code == 2 and "nothing matches" in nothing.stderr
+    assert (
+        nothing.exit_code == 2 and "found/pictures, to which pictures are written; choose another output folder" in nothing.stderr
+    )
+
+
+def test_the_folder_of_the_photographs_may_be_the_output(run, photos, monkeypatch):
+    monkeypatch.chdir(photos)
+    for _ in range(2):
+        assert predict(run, "part", ".").exit_code == 0
+    assert len(written(photos)) == 4 and (photos / "pictures/007.jpg").is_file()
+
+
+def test_an_input_is_not_overwritten(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pictures").mkdir()
+    Image.new("RGB", (40, 30), "red").save("pictures/a.jpg")
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links/a.jpg").symlink_to("../pictures/a.jpg")
+    before = (tmp_path / "pictures/a.jpg").read_bytes()
+    for source in ("pictures/a.jpg", "links/a.jpg", "*/a.jpg"):
+        result = predict(run, source, ".")
+        assert result.exit_code == 2 and "choose another output folder" in result.stderr
+    assert (tmp_path / "pictures/a.jpg").read_bytes() == before
+    assert predict(run, "pictures/a.jpg", "out").exit_code == 0
+
+
+def test_an_overlap_without_tiles_is_refused(run, photos, tmp_path):
+    result = predict(run, photos, tmp_path / "out", "--overlap", 0.5)
+    assert result.exit_code == 2 and "--overlap is for tiles; set their size with --tiles" in result.stderr
+    assert predict(run, photos, tmp_path / "out", "--overlap", 0.5, "TEST.TILES.SIZE", 64).exit_code == 0
 
 
 def test_keys_change_the_model(run, photos, tmp_path):

@@ -23,7 +23,7 @@ from click.testing import CliRunner
 from forked import Forked
 from nodes import wait_for
 from PIL import Image
-from tiny import DEFORMABLE, save_random
+from tiny import DEFORMABLE, DFINE, save_random
 
 from cpvt_det import Predictor
 from cpvt_det.cli import main
@@ -161,10 +161,21 @@ def test_looks_are_those_of_the_drawn_attention(models):
     looks = model.looks(FILES["a.jpg"], "a.jpg", 2)["layers"]
     width, height = record.canvas[1] * 70 / 90, record.canvas[0] * 50 / 64
     for number, layer in enumerate(looks):
-        samples, references = look(record, "decoder", number, [2])
-        places = samples.locations[0, 0].flatten(0, 2).numpy() * [width, height]
+        locations, _, references = look(record, "decoder", number, [2])
+        places = locations[0, 0].flatten(0, 2).numpy() * [width, height]
         assert np.abs(np.array(layer["points"])[:, :2] - places).max() < 1e-3
         assert np.abs(np.array(layer["reference"]) - references[0, 0, 0].numpy() * [width, height, width, height]).max() < 1e-3
+
+
+def test_looks_of_levels_with_unequal_points(tmp_path):
+    """As of D-FINE: the points that a level lacks have no weight."""
+    path = save_random(tmp_path / "dfine.pth", **DFINE)
+    model = ServedModel(Predictor.from_checkpoint(path, device="cpu"), "dfine")
+    for layer in model.looks(FILES["a.jpg"], "a.jpg", 2)["layers"]:
+        *_, weights, levels = np.array(layer["points"]).T
+        assert [np.count_nonzero(weights[levels == level]) for level in (0, 1)] == [2 * 2, 2 * 3] and sum(weights) == pytest.approx(
+            1
+        )
 
 
 def png_header(width, height):

@@ -60,7 +60,7 @@ def take_bad(step, kind, iteration=2):
 def state_of(step):
     """All that a step may move, but the counts of bad steps and of a norm's batches, which nothing is computed from."""
     state = {"weights": step.training_model.detector.state_dict(), "ema": step.ema.state_dict(), **step.state_dict()}
-    del state["bad_steps"], state["grad_scaler"]
+    del state["bad_steps"], state["grad_scaler"], state["parameters"]
     for part in ("weights", "ema"):
         state[part] = {name: value for name, value in state[part].items() if not name.endswith("num_batches_tracked")}
     return copy.deepcopy(state)

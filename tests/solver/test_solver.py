@@ -218,6 +218,41 @@ def test_a_step_trains_every_parameter():
     assert unchanged == []
 
 
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ({}, {"SOLVER__BASE_LR": 2e-5}),  # the backbone's: one group instead of two
+        ({"SOLVER__LR_MULTIPLIERS": [["class_embed", 3.0]]}, {"SOLVER__LR_MULTIPLIERS": [["bbox_embed", 3.0]]}),
+        ({}, {"MODEL__BACKBONE__FREEZE_AT": 5}),
+        ({"MODEL__BACKBONE__FREEZE_AT": 5}, {}),
+    ],
+)
+def test_each_parameter_gets_its_own_state_back_whatever_its_group(first, then):
+    torch.manual_seed(0)
+    cfg = tiny_cfg(**first)
+    before = make_step(cfg, builders.build_detector(cfg))
+    before(make_samples(4), 0)
+    cfg = tiny_cfg(**then)
+    after = make_step(cfg, builders.build_detector(cfg))
+    after.load_state_dict(copy.deepcopy(before.state_dict()))
+    states = []
+    for step in (before, after):
+        parameters = dict(step.training_model.detector.named_parameters())
+        states.append({name: step.optimizer.state[p]["exp_avg"] for name, p in parameters.items() if p in step.optimizer.state})
+    common = states[0].keys() & states[1].keys()
+    assert len(common) > 20 and all(torch.equal(states[0][name], states[1][name]) for name in common)
+    after(make_samples(4), 1)
+    trained = [p for p in after.training_model.detector.parameters() if p.requires_grad]
+    assert len(after.optimizer.state) == len(trained)
+
+
+def test_a_resumed_run_has_the_weight_decay_of_its_config():
+    before, after = (make_step(cfg, builders.build_detector(cfg)) for cfg in (tiny_cfg(), tiny_cfg(SOLVER__WEIGHT_DECAY=0.5)))
+    before(make_samples(4), 0)
+    after.load_state_dict(before.state_dict())
+    assert {group["weight_decay"] for group in after.optimizer.param_groups} == {0.5}
+
+
 def test_optimizer_steps_as_plain_adamw():
     """One fused step against the formula: with the first step m/sqrt(v) = sign(g), w - lr * wd * w - lr * sign(g)."""
     model = torch.nn.Linear(2, 1, bias=False)

@@ -91,8 +91,8 @@ def test_the_canvas_is_asked_for_by_the_objects_and_bounded_by_images_and_machin
         (Plan(384, 2), FEWEST_STEPS / 2, Plan(256, 2)),  # 384 / root of 2 = 271
         (Plan(384, 2), 1, Plan(224, 2, freeze_at=5)),
         (Plan(384, 2), STEPS_TO_THAW / 2, Plan(224, 2)),  # there 2,939 fit
-        (Plan(384, 2, typed_canvas=True), FEWEST_STEPS / 2, Plan(384, 2, typed_canvas=True)),
-        (Plan(384, 2, typed_canvas=True), 1, Plan(384, 2, freeze_at=5, typed_canvas=True)),
+        (Plan(384, 2, typed_test=True), FEWEST_STEPS / 2, Plan(384, 2, typed_test=True)),
+        (Plan(384, 2, typed_test=True), 1, Plan(384, 2, freeze_at=5, typed_test=True)),
         (Plan(224, 2), STEPS_TO_THAW - 1, Plan(224, 2, freeze_at=5)),
         (Plan(224, 2, freeze_at=5), 1, Plan(224, 2, freeze_at=5)),  # nothing smaller helps
         (Plan(128, 2), STEPS_TO_THAW, Plan(128, 2)),
@@ -150,7 +150,7 @@ def test_sizes_are_around_the_canvas_and_rates_follow_the_batch():
     two, four = chosen(Plan(256, 2)), chosen(Plan(256, 4))
     assert two["INPUT.MIN_SIZE_TRAIN"] == [224, 240, 256, 272, 288] and two["INPUT.MIN_SIZE_TEST"] == 272
     assert two["INPUT.MAX_SIZE_TEST"] == 512 and chosen(Plan(256, 2), replace(FISH, elongation=9.0))["INPUT.MAX_SIZE_TEST"] == 544
-    assert chosen(Plan(256, 2, typed_canvas=True))["INPUT.MIN_SIZE_TEST"] == 256
+    assert chosen(Plan(256, 2, typed_test=True))["INPUT.MIN_SIZE_TEST"] == 256
     assert (four["SOLVER.BASE_LR"], four["SOLVER.BACKBONE_LR"]) == (1e-3, 1e-4)
     assert two["SOLVER.BASE_LR"] == pytest.approx(1e-3 / 2**0.5, rel=1e-3)
 
@@ -274,6 +274,17 @@ def test_what_follows_from_a_typed_batch_size_and_length_follows(paces):
     choices = choose_settings([], ["SOLVER.MAX_ITER", "77"], [Data(400), Data(80)], LAPTOP, 600)
     cfg = config_of([choice for choice in choices if not choice.key.startswith("DATASETS")])
     assert builders.build_schedule(cfg, 400).max_iter == 77
+
+
+@pytest.mark.parametrize(("words", "test"), [([], 688), (["INPUT.MIN_SIZE_TEST", "400"], 400)])
+def test_longest_sides_follow_typed_sizes(paces, words, test):
+    """Of 480, 640 and 800 the test size is a little above the middle; sides of twice the short one fit."""
+    measured, _ = paces
+    measured += [Pace(0.1, 0.01)] * 2
+    typed = ["INPUT.MIN_SIZE_TRAIN", "(480, 800, 640)", *words]
+    values = {choice.key: choice.value for choice in choose_settings([], typed, [Data(1600), Data(80)], LAPTOP, 600)}
+    assert tuple(values["INPUT.MIN_SIZE_TRAIN"]) == (480, 800, 640) and 800 <= values["INPUT.MAX_SIZE_TRAIN"] <= 1600
+    assert values["INPUT.MIN_SIZE_TEST"] == test <= values["INPUT.MAX_SIZE_TEST"] <= 2 * test + 32
 
 
 def test_no_evaluation_comes_just_before_the_last():

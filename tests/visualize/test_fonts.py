@@ -23,6 +23,11 @@ BOX = "\u732b"  # a character that DejaVu Sans lacks, as most Chinese ones
 OTHER_BOX = "\u72d7"
 
 
+def test_line_breaks_are_drawn_as_blanks():
+    """As of classes that were read with ``readlines``."""
+    assert Text("cat\n 0.90", 14).box == Text("cat  0.90", 14).box and Text("cat\r\n", 14).box == Text("cat", 14).box
+
+
 def make_font(path, characters, style="Regular", width=600):
     """A font in which every character is a filled rectangle."""
     pen = TTGlyphPen(None)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from PIL import Image
-from tiny import DEFORMABLE, DINO, overrides, random_config, save_random
+from tiny import DEFORMABLE, DFINE, DINO, RTDETR, overrides, random_config, save_random
 from torchvision.transforms.functional import to_pil_image
 
 from cpvt_det.builders import build_detector
@@ -21,7 +21,7 @@ from cpvt_det.visualize import pictures as feeding
 from cpvt_det.visualize.attention import AttentionByPosition, average_attention
 from cpvt_det.visualize.figures import new_grid
 from cpvt_det.visualize.position import NamedDetector, _place, added_by, draw_kernels
-from cpvt_det.visualize.recording import ForwardRecord, Samples, attention_weights, record_inputs, tokens_at
+from cpvt_det.visualize.recording import ForwardRecord, attention_layers, attention_weights, record_inputs, tokens_at
 
 
 def call(*words):
@@ -40,7 +40,8 @@ def noise(*sizes, seed=0):
 
 def record(**more):
     """An image of 60 x 100 pixels on disk, fed at 30 x 50, on a canvas of 32 x 64."""
-    return ForwardRecord(detector_of(**more), torch.zeros(3, 30, 50, dtype=torch.uint8), (60, 100), (32, 64), {}, {}, [])
+    detector, image = detector_of(**more), torch.zeros(3, 30, 50, dtype=torch.uint8)
+    return ForwardRecord(detector, image, (60, 100), (32, 64), attention_layers(detector), {}, [])
 
 
 def test_a_point_is_looked_up_in_the_map_of_its_level():
@@ -48,6 +49,16 @@ def test_a_point_is_looked_up_in_the_map_of_its_level():
     found = [tokens_at(record(**DEFORMABLE), [(70, 50), (0, 0)], level) for level in (0, 1)]
     assert [[query.index for query in attended] for attended in found] == [[3 * 8 + 4, 0], [32 + 4 + 2, 32]]
     assert found[0][0].name == "at 70, 50"
+
+
+def test_a_point_is_looked_up_in_the_only_level_of_a_hybrid_encoder():
+    """Of strides 8 and 16 the last, whose map is 2 x 4: row 1, column 2."""
+    hybrid = record(**RTDETR)
+    assert hybrid.strides == [8, 16] and hybrid.is_dense("encoder") and not hybrid.is_dense("decoder")
+    (query,) = tokens_at(hybrid, [(70, 50)], 0)
+    assert query.index == 4 + 2
+    with pytest.raises(BadInputError, match="--level 1: this RealTimeDETR has one level, 0"):
+        tokens_at(hybrid, [(70, 50)], 1)
 
 
 @pytest.mark.parametrize("point", [(100, 10), (10, 60), (-1, 0)])
@@ -84,11 +95,11 @@ def test_heat_lies_where_the_attended_cell_is():
 def test_samples_lie_where_they_are_read():
     """Half of a canvas of 64 x 32 as fed is (32, 16), (64, 32) on disk; a quarter of the weight has a quarter of the area."""
     locations = torch.tensor([[0.5, 0.5], [0.25, 0.75]]).view(1, 1, 1, 2, 1, 2)
-    samples = Samples(locations, torch.tensor([0.75, 0.25]).view(1, 1, 1, 2, 1))
+    weights = torch.tensor([0.75, 0.25]).view(1, 1, 1, 2, 1)
     box = torch.tensor([0.5, 0.5, 0.25, 0.5]).expand(1, 1, 2, 4)
     _, panels = new_grid(1, 1, (2, 2), "one")
     axes = panels[0, 0]
-    note = drawing._paint_samples(axes, record(**DEFORMABLE), (samples, box), 0, 0)
+    note = drawing._paint_samples(axes, record(**DEFORMABLE), (locations, weights, box), 0, 0)
     dots = [(*dot.get_offsets().tolist()[0], dot.get_sizes()[0] / drawing.LARGEST_POINT) for dot in axes.collections]
     assert dots == [(64, 32, 0.75), (32, 48, 0.25)]
     cross, outline = axes.lines
@@ -97,9 +108,12 @@ def test_samples_lie_where_they_are_read():
     assert note == "levels 75/25 %"
 
 
-@pytest.mark.parametrize("more", [{}, DEFORMABLE, DINO], ids=["detr", "deformable", "dino"])
-def test_attention_is_drawn_by_command(tmp_path, more):
-    weights = save_random(tmp_path / "run" / "model.pth", MODEL__DETR__ENC_LAYERS=2, **more)
+DRAWN = {"detr": {}, "deformable": DEFORMABLE, "dino": DINO, "rtdetr": RTDETR, "dfine": DFINE}
+
+
+@pytest.mark.parametrize("kind", DRAWN)
+def test_attention_is_drawn_by_command(tmp_path, kind):
+    weights = save_random(tmp_path / "run" / "model.pth", MODEL__DETR__ENC_LAYERS=2, **DRAWN[kind])
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (48, 72, 3), dtype=np.uint8)).save(tmp_path / "image.png")
     words = ["show", "attention", weights, "--input", tmp_path / "image.png", "--output", tmp_path / "out"]
     result = call(*words, "--points", "5,40 70,3", "--points", "20,20")

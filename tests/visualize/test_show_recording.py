@@ -11,7 +11,7 @@ from cpvt_det.ops import routes
 from cpvt_det.ops.deformable_attention import ms_deform_attn
 from cpvt_det.position.peg import PEGEncoding
 from cpvt_det.visualize.position import record_added
-from cpvt_det.visualize.recording import attention_layers, attention_weights, record_inputs, sampling_points
+from cpvt_det.visualize.recording import attention_layers, attention_weights, record_inputs
 
 SIZES = [(61, 90), (40, 50), (64, 33)]  # none a multiple of a stride, each padded
 ENCODINGS = ["none", "sine", "learned", "peg", "sine+peg", "relative", "rope_mixed"]
@@ -76,6 +76,15 @@ def test_weights_are_those_that_torch_returns():
         assert (found - expected[:, :, [3, 1]]).abs().max() < 1e-6
 
 
+def sampling_points(attention, queries, reference_points, levels):
+    """arXiv 2010.04159, equation 3 and section A.4 (offsets from boxes)."""
+    heads, num_levels, points = attention.samples
+    offsets = attention.sampling_offsets(queries).unflatten(-1, (heads, num_levels, points, 2))
+    weights = attention.attention_weights(queries).unflatten(-1, (heads, -1)).softmax(-1).unflatten(-1, (num_levels, points))
+    centers, sizes = reference_points[:, :, None, :, None, :2], reference_points[:, :, None, :, None, 2:]
+    return centers + (offsets / points * sizes / 2 if sizes.numel() else offsets / levels.sizes[:, None]), weights
+
+
 @pytest.mark.parametrize("two_stage", [True, False])
 def test_sampling_points_give_the_output_of_deformable_attention(two_stage):
     """References are points in the encoder, and in the decoder boxes or, without refinement, points."""
@@ -85,12 +94,14 @@ def test_sampling_points_give_the_output_of_deformable_attention(two_stage):
     for attention, (queries, references, tokens, levels), output in noted(detector, batch):
         kinds.add(references.shape[-1])
         with torch.no_grad():
-            samples = sampling_points(attention, queries, references, levels)
+            locations, weights = sampling_points(attention, queries, references, levels)
+            found = attention.sample(queries, references, levels)
+            assert (found[0] - locations).abs().max() < 1e-5 and (found[1] - weights).abs().max() < 1e-6
             values = attention.value_proj(tokens).masked_fill(levels.padding_mask[..., None], 0)
             values = values.unflatten(-1, (attention.samples[0], -1))
-            attended = ms_deform_attn(values, levels.shapes, samples.locations, samples.weights, "eager")
+            attended = ms_deform_attn(values, levels.shapes, locations, weights, "eager")
             expected = attention.output_proj(attended)
-        assert (samples.weights.sum((-1, -2)) - 1).abs().max() < 1e-6
+        assert (weights.sum((-1, -2)) - 1).abs().max() < 1e-6
         assert (expected - output).abs().max() < 1e-5
         assert output.abs().max() > 0.1
     assert kinds == ({2, 4} if two_stage else {2})

@@ -193,6 +193,7 @@ def registered():
     [
         ([["area", 1.0]], UnknownNameError, r"unknown loss 'area'; known: class, ddf, fgl, giou, l1, l1_again"),
         ([["l1", 1.0]], ConfigError, r"MODEL.CRITERION: the loss 'l1' exists already, with the weight 5"),
+        ([["l1_again", 1.0], ["l1_again", 2.0]], ConfigError, r"MODEL.CRITERION.LOSSES contains a loss twice: "),
         (
             ["l1_again"],
             ConfigError,

@@ -62,8 +62,7 @@ def _add_categories(ids: dict[str, int], categories: Sequence[dict[str, Any]], p
     new_ids = {}
     for number, category in enumerate({"id": None} | category for category in categories):
         category["id"] = _whole(category["id"])
-        fault = category_fault(category)
-        if fault:
+        if fault := category_fault(category):
             raise DataError(f"{path}: {fault[0]}: categories[{number}]: {fault[1]}")
         old, name = category["id"], str(category["name"])
         if str(old) in new_ids:

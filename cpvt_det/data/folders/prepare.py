@@ -153,9 +153,9 @@ def divide(content: Sections, root: Path, seed: int, notes: list[str]) -> dict[s
         notes: list to which remarks on the split are added, one line each.
 
     Returns:
-        ``train`` and ``val``, each with the ids of its images. Both have every class if possible. ``val`` lacks a class if no
-        group of near-duplicates with this class may go to ``val``, either because ``train`` would then lose a class, or because
-        the group is larger than ``val`` as a whole should be.
+        ``train`` and ``val``, each with the ids of its images. Both have objects of every class if possible, other than crowds and
+        boxes without area. ``val`` lacks a class if no group of near-duplicates with this class may go to ``val``, either because
+        ``train`` would then lose a class, or because the group is larger than ``val`` as a whole should be.
 
     Raises:
         DataError: there are fewer than two images.
@@ -183,9 +183,11 @@ def divide(content: Sections, root: Path, seed: int, notes: list[str]) -> dict[s
             f"{sum(map(len, long))} images are nearly the same, like the frames of a video, and there are few others: they were "
             "split in the order of their names, so the validation images resemble those of the training set"
         )
-    classes = defaultdict(set)
+    classes, known = defaultdict(set), {category["id"] for category in content["categories"]}
     for annotation in content["annotations"]:
-        classes[annotation["image_id"]].add(str(annotation["category_id"]))
+        can_be_used = not annotation_fault(annotation, images, known) and min(annotation["bbox"][2:]) > 0
+        if can_be_used and not annotation.get("iscrowd"):
+            classes[annotation["image_id"]].add(str(annotation["category_id"]))
     of_group = [set().union(*(classes[image_id] for image_id in group)) for group in groups]
     chosen = _choose(of_group, [len(group) for group in groups], target)
     val = {image_id for number in chosen for image_id in groups[number]}

@@ -42,8 +42,7 @@ def read_image_folder(root: Path, split: str) -> Sections:
     if not place.is_dir():
         known = ", ".join(folder.name for folder in _folders(root))
         raise DataError(f"{root} has no split {split!r}: there is no folder {place}; known: {known}")
-    own = {folder.name for folder in _folders(place)}
-    if not own:
+    if not (own := {folder.name for folder in _folders(place)}):
         raise DataError(f"{place} has no class folder; expected {place / 'CLASS'}/*.jpg")
     siblings = [{folder.name for folder in _folders(other)} for other in _folders(root)] if split else []
     names = sorted(own.union(*(other for other in siblings if other & own)))

@@ -126,8 +126,7 @@ def _name(element: ET.Element) -> str:
 
 def _split(folder: Path, split: str, names: Names) -> list[Path]:
     """The XML files of a split, in the order of the split's file."""
-    path = _lists(folder).get(split)
-    if path is None:
+    if (path := _lists(folder).get(split)) is None:
         known, place = ", ".join(voc_splits(folder)) or "none", folder / "ImageSets" / "Main" / f"{split}.txt"
         raise DataError(f"{folder} has no split {split!r}: there is no file {place}; known: {known}, and '' for every XML file")
     return list(dict.fromkeys(_listed(folder, path, line, names) for line in read_lines(path)))
@@ -138,8 +137,7 @@ def _listed(folder: Path, path: Path, line: str, names: Names) -> Path:
     whole = line[1:-1].strip() if line[:1] == line[-1:] == '"' else line
     for loosely in (False, True):
         for name in (whole, re.sub(r"\s+-?[01]$", "", whole).strip('"')):
-            found = names.find(name, path, loosely)
-            if found is not None:
+            if found := names.find(name, path, loosely):
                 return found
     raise DataError(f"{path} contains {whole!r}, but no XML file below {folder} has this name")
 
@@ -167,8 +165,7 @@ def _voc_box(element: ET.Element, first: int) -> dict[str, Any]:
 
 def _required(parent: ET.Element, part: str | ET.Element) -> float:
     tag, text = (part, parent.findtext(part)) if isinstance(part, str) else (part.tag, part.text)
-    number = _number(text)
-    if number is None:
+    if (number := _number(text)) is None:
         raise ValueError(f"<{tag}> in <{parent.tag}> " + ("is missing" if text is None else f"is {text.strip()!r}, not a number"))
     return number
 

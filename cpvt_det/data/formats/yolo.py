@@ -62,7 +62,7 @@ class YoloFile:
             why = f"{getattr(error, 'problem', '') or first_line(error)}{where}"
             raise DataError(f"{self.path} is not YAML: {why}") from error
         if not isinstance(content, dict):
-            kind = {list: "list"}.get(type(content), "single value")
+            kind = "list" if isinstance(content, list) else "single value"
             raise DataError(f"{self.path} is not a YOLO data set: expected keys train, val and names, got a {kind}")
         self.content = {key: None if value in ("", "~", "null") else value for key, value in content.items()}
         root = self.path.parent / str(self.content.get("path") or "").replace("\\", "/")
@@ -94,8 +94,7 @@ class YoloFile:
     @property
     def keypoints(self) -> int | None:
         """Count of keypoint numbers after each box; ``None`` if the file has no ``kpt_shape``."""
-        shape = self.content.get("kpt_shape")
-        if shape is None:
+        if (shape := self.content.get("kpt_shape")) is None:
             return None
         if not isinstance(shape, list) or len(shape) != 2 or not all(re.fullmatch(r"\d{1,4}", str(number)) for number in shape):
             raise DataError(f"{self.path}: kpt_shape must be [number of keypoints, 2 or 3], got {shape!r}")
@@ -103,16 +102,14 @@ class YoloFile:
 
     def places(self, split: str) -> list[Path]:
         """Folders, text files and images of a split."""
-        written = self._written(split)
-        if not written:
+        if not (written := self._written(split)):
             known = [key for key in SPLIT_NAMES if self.content.get(key)]
             raise DataError(f"{self.path} has no split {split!r}; known: {', '.join(known) or 'none'}")
         places = []
         for place in map(str, written if isinstance(written, list) else [written]):
             bases = dict.fromkeys((self.root, self.path.parent))
             tried = [self.root / place, *(base / end for base in bases for end in _ends(place))]
-            there = next((candidate for candidate in tried if os.path.exists(candidate)), None)  # False for impossible names
-            if there is None:
+            if (there := next(filter(os.path.exists, tried), None)) is None:  # exists is False for impossible names
                 raise DataError(
                     f"{self.path}: split {split!r} is {place}, but {tried[0]} does not exist; write its path relative to the "
                     "folder of this YAML file"
@@ -196,8 +193,7 @@ def read_label_files(listing: Listing) -> Sections:
         named = Names(listing.files, listing).find(written[1], path) if written else None
         files += [named] if named and named not in files else []
     contents = [read_lines(path) for path in files]
-    other = next((number for number, names in enumerate(contents) if names != contents[0]), None)
-    if other is not None:
+    if other := next((number for number, names in enumerate(contents) if names != contents[0]), None):
         raise DataError(
             f"{files[0]} and {files[other]} list different class names, or the same in a different order; keep the correct one"
         )

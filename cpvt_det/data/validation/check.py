@@ -76,8 +76,7 @@ def look_at_images(records: Records, decode: bool, examples: float, part: range 
         if isinstance(found, NotTriedError):  # not a fault, because faults may be dropped
             looked.issues.add_error(f"images {NOT_TRIED}", f"image {image_id}: {path}")
             continue
-        fault = _fault(path, sizes[index].tolist(), found)
-        if fault is not None:
+        if fault := _fault(path, sizes[index].tolist(), found):
             looked.faulty.append(image_id)
             looked.issues.add_fault(fault[0], f"image {image_id}: {fault[1]}")
             continue

@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
-from cpvt_det.data.images import file_threads, open_image
+from cpvt_det.data.images import FLIPS, file_threads, open_image, orientation_of, to_eight_bits
 
 SIDE = 24
 ALIKE = 0.95
@@ -75,8 +75,11 @@ def _thumbnail(path: str) -> np.ndarray:
     try:
         with open_image(path) as file, Image.open(file) as image:
             image.draft("L", (4 * SIDE, 4 * SIDE))  # a JPEG is decoded at an eighth of its size
-            values = np.asarray(image.convert("L").resize((SIDE, SIDE), Image.Resampling.BOX), dtype=np.float32).ravel()
+            grey = to_eight_bits(image).convert("L").resize((SIDE, SIDE), Image.Resampling.BOX)
+            turn = orientation_of(image)  # after decoding, which turns a TIFF
     except Exception:  # decoders' errors have no common base class; the data check reports them
         return np.zeros(SIDE * SIDE, dtype=np.float32)
+    values = np.asarray(grey, dtype=np.float32)
+    values = np.flip(values.T if turn >= 5 else values, tuple(dimension - 1 for dimension in FLIPS[turn])).ravel()
     values = values - values.mean()
     return values / np.linalg.norm(values) if values.std() >= FLAT else np.zeros_like(values)

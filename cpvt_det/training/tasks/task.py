@@ -166,8 +166,7 @@ def require_best_figure(task: Task, datasets: Sequence[Any]) -> None:
         UnknownNameError: a name that no evaluation has.
         ConfigError: a metric that is undefined, because there is no test set, or because it has no objects for the metric.
     """
-    figure = task.cfg.TEST.BEST_FIGURE
-    if not figure:
+    if not (figure := task.cfg.TEST.BEST_FIGURE):
         return
     if not datasets:
         raise ConfigError(
