@@ -292,12 +292,14 @@ def load_cfg(config_file: str, overrides: Sequence[str] = ()) -> CfgNode:
 class _UniqueKeys(yaml.SafeLoader):
     """A loader that refuses a key that is given twice, of which YAML would take the last."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        keys = [key.value for key, _ in node.value]
-        for place, (key, _) in enumerate(node.value):
-            if key.value in keys[:place]:
-                raise yaml.YAMLError(f"line {key.start_mark.line + 1}: {key.value} is given twice in one group; join the two")
-        return super().construct_mapping(node, deep)
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+        first = {(key.tag, key.value): key for key in reversed(keys)}
+        for key in (key for key in keys if first[key.tag, key.value] is not key):
+            place = f"{key.start_mark.name}, line {key.start_mark.line + 1}"
+            raise yaml.YAMLError(f"{place}: {key.value} is given twice in one group; join the two")
+        return node
 
 
 class _WithBases(CfgNode):
@@ -311,7 +313,8 @@ class _WithBases(CfgNode):
         names = [Path(*path.parts[start:]) for start in range(len(path.parts))]
         found = next((config_root() / name for name in names if (config_root() / name).is_file()), path)
         path = path if path.is_file() else found
-        yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
+        with path.open(encoding="utf-8") as file:
+            yaml.load(file, _UniqueKeys)
         return super().load_yaml_with_base(str(path), allow_unsafe)
 
 

@@ -257,6 +257,7 @@ def test_merge_from_file_reads_base_too(tmp_path):
         ("SEED", "is not a YAML mapping"),
         ("SOLVER: {BASE_LR: 0.5}\nSEED: 1\nSOLVER: {EPOCHS: 3.0}", "line 3: SOLVER is given twice in one group; join the two"),
         ("SOLVER:\n  EPOCHS: 2.0\n  EPOCHS: 3.0", "line 3: EPOCHS is given twice"),
+        ("!!map SEED", "cannot read config .*expected a mapping node"),
         ("SEED: [1", "cannot read config .*: while parsing"),
         ("_BASE_: nowhere.yaml", "cannot read config .*No such file or directory: .*nowhere.yaml"),
         ("_BASE_: run.yaml", "its _BASE_ leads back to itself"),
@@ -270,6 +271,19 @@ def test_file_that_cannot_be_used_is_named(tmp_path, text, message):
         load_cfg(path)
     assert "run.yaml" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_key_that_is_given_twice_is_told_with_its_file(tmp_path):
+    write(tmp_path, "SEED: 1\nSEED: 2", "base.yaml")
+    with pytest.raises(ConfigError, match="cannot read config .*run.yaml: .*base.yaml, line 2: SEED is given twice"):
+        load_cfg(write(tmp_path, "_BASE_: base.yaml"))
+
+
+def test_merged_keys_may_be_given_again(tmp_path):
+    """YAML's ``<<``, also of what was merged itself."""
+    text = "SOLVER: {AMP: &two {ENABLED: True}, EMA: {<<: *two, ENABLED: False}}\nSEED: 3"
+    cfg = load_cfg(write(tmp_path, text))
+    assert (cfg.SOLVER.AMP.ENABLED, cfg.SOLVER.EMA.ENABLED, cfg.SEED) == (True, False, 3)
 
 
 # Keys and values

@@ -86,8 +86,7 @@ def _look_together(cfg: CfgNode, records: Records, decode: bool, examples: float
             open_shards(shards)  # reads the index of tar files here, so that data workers forked later share it
     rank, world_size, number = distributed.rank(), distributed.world_size(), len(records)
     kept = KeptLook(records, cfg.DATASETS.CACHE) if rank == 0 else None
-    looked = distributed.broadcast_object(kept and kept.load())
-    if looked is not None:
+    if (looked := distributed.broadcast_object(kept and kept.load())) is not None:
         return looked
     part = range(number * rank // world_size, number * (rank + 1) // world_size)
     looked, *others = distributed.gather_objects(look_at_images(records, decode, examples, part))

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of a run, in detectron2's layout, so that either runner can resume the other's runs.
 
-``{"model", "trainer": {"iteration", "_trainer": {"iteration", "optimizer", "grad_scaler"}}, "iteration", "cpvt_det"}``; the last
-node is ours. Data order and random state are not saved: both follow from the seed and the iteration.
+``{"model", "trainer": {"iteration", "_trainer": {"iteration", "optimizer", "parameters", "grad_scaler", "bad_steps"}}, "iteration",
+"cpvt_det"}``; the last node and "parameters", the names in the optimizer's order, are ours. Data order and random state are not
+saved: both follow from the seed and the iteration.
 """
 
 import logging

@@ -138,7 +138,7 @@ def config_of_weights(weights: Weights) -> CfgNode:
         WeightsError: weights whose config is unknown or belongs to a different version.
     """
     if weights.config is None:
-        origin = "" if weights.source is None else f"comes from another project ({weights.source}) and "
+        origin = "" if weights.project is None else f"comes from another project ({weights.project}) and "
         raise WeightsError(
             f"{weights.origin} {origin}contains no config; give one with --config-file, for example "
             "--config-file coco/detr_r50_sine_50ep.yaml"

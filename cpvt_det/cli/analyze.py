@@ -52,8 +52,7 @@ def analyze(config_file: str, runner: str, overrides: tuple[str, ...], sizes: st
 
 
 def _size(word: str) -> Size:
-    match = re.fullmatch(r"\s*(\d+)(?:x(\d+))?\s*", word)
-    if match is None:
+    if (match := re.fullmatch(r"\s*(\d+)(?:x(\d+))?\s*", word)) is None:
         raise BadInputError(f"--sizes: {word!r} must be a side length or HEIGHTxWIDTH, as in --sizes 480,800x1333")
     return int(match[1]), int(match[2] or match[1])
 

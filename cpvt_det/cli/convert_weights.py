@@ -38,5 +38,5 @@ def convert_weights(source: Path, output: Path) -> None:
     write_checkpoint(weights.state_dict if bare else weights.as_checkpoint(), output)
     numbers = sum(tensor.numel() for tensor in weights.state_dict.values())
     classes = "classes unknown" if weights.classes is None else f"{len(weights.classes)} class rows"
-    names = weights.source or "cpvt_det"
+    names = weights.project or "cpvt_det"
     click.echo(f"{output}: {len(weights.state_dict)} tensors ({numbers / 1e6:.1f} M numbers) of {names}, {classes}")

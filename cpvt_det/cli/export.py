@@ -224,8 +224,7 @@ def _fixed(dynamic: Collection[str], batch: int | None, size: str | None, detect
         if is_fixed:
             raise BadInputError("height or width is not dynamic: add --size HEIGHTxWIDTH")
         return batch, None
-    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", size)
-    if match is None:
+    if (match := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", size)) is None:
         raise BadInputError(f"--size {size} is not HEIGHTxWIDTH, such as 800x1216")
     sides = int(match[1]), int(match[2])
     stride, largest = detector.size_divisibility, program.largest_sides(detector)

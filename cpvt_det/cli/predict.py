@@ -94,7 +94,9 @@ def predict(
     if (track or every > 1) and not filmed:
         raise BadInputError(f"--track and --every are for videos, and {source} is not one")
     output = output.expanduser()
-    paths, unreadable = ([], []) if filmed else find_files(source, output)
+    paths, unreadable, ignored = ([], [], []) if filmed else find_files(source, output / "pictures")
+    if ignored:
+        click.echo(f"left out: {counted(len(ignored), 'image')} in {output / 'pictures'}, where pictures are drawn", err=True)
     if unreadable:
         click.echo(
             f"left out: {counted(len(unreadable), 'image')} that cannot be read here; convert them to JPEG or PNG: "

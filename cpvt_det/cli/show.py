@@ -64,7 +64,8 @@ def attention(
     WEIGHTS is a checkpoint or a model folder. encoder.png has a row per point and decoder.png has a row per detection; both have a
     column per layer. encoder_heads.png and decoder_heads.png show the heads of the last layer. For DETR, the pictures are heat maps
     of the attention weights. For Deformable-DETR, they show the sampling points around the reference point; a point's colour is its
-    level and its size is its weight.
+    level and its size is its weight. RT-DETR and D-FINE have heat maps of the coarsest level in the encoder, and sampling points in
+    the decoder.
 
     \b
     Example:

@@ -219,8 +219,7 @@ def _set_up_decoders() -> None:
     """
     if warnings.filters[:1] != [("ignore", None, Warning, SILENT, 0)]:
         warnings.filterwarnings("ignore", module=SILENT.pattern)
-    limit = os.environ.get(LIMIT)
-    if limit is not None:
+    if (limit := os.environ.get(LIMIT)) is not None:
         if not (limit.isascii() and limit.isdecimal() and int(limit)):
             raise ConfigError(f"{LIMIT} in the environment is {limit!r}; set it to a number of pixels, such as 400000000")
         Image.MAX_IMAGE_PIXELS = (int(limit) + 1) // 2  # Pillow refuses more than twice as many

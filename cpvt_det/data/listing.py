@@ -20,7 +20,7 @@ NOT_THE_USERS = frozenset(("__MACOSX", "@eaDir", "#recycle", "$RECYCLE.BIN", "Sy
 """Folders that operating systems add, with copies and thumbnails of the user's files."""
 SPLITS = ("train", "val", "test")
 SPLIT_NAMES = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
-SPLIT_NAMES |= {"trainval": "train", "testing": "test"}
+SPLIT_NAMES |= {"testing": "test"}
 """Words in the names of files and folders -> splits."""
 
 
@@ -154,23 +154,23 @@ def cannot_read(paths: Sequence[Path]) -> str:
     return f"; {few(paths)} cannot be read here: convert them to JPEG or PNG" if paths else ""
 
 
-def find_files(source: str, output: Path) -> tuple[list[Path], list[Path]]:
+def find_files(source: str, drawn: Path) -> tuple[list[Path], list[Path], list[Path]]:
     """Find image files by path, folder or glob.
 
     Args:
         source: a file, a folder or a glob. A folder stands for all images in it and below it; in a glob, ``**`` matches any
             depth.
-        output: folder whose files below ``pictures`` are ignored, because an earlier call may have drawn them.
+        drawn: folder below which all files are ignored, because an earlier call may have drawn them.
 
     Returns:
-        At least one path, sorted. For a folder, also the photographs in formats that cannot be read here.
+        At least one path, sorted. For a folder, also the photographs in formats that cannot be read here. Images that are ignored.
 
     Raises:
         DataError: no image was found, or only ignored ones.
     """
     path, unreadable = Path(source).expanduser(), []
     if os.path.isfile(path):  # unlike Path.is_file, no error for a name that no file can have
-        return [path], []
+        return [path], [], []
     if os.path.isdir(path):
         listing = Listing(path)
         found, unreadable = listing.images, listing.unreadable
@@ -182,10 +182,9 @@ def find_files(source: str, output: Path) -> tuple[list[Path], list[Path]]:
         pattern = str(Path(glob.escape(str(fixed)), path.relative_to(fixed)))
         found = [file for name in glob.glob(pattern, recursive=True) if (file := Path(name)).is_file()]
         why = f"nothing matches {source}" if glob.has_magic(source) else f"there is no file or folder {source}"
-    drawn = (output / "pictures").resolve()
-    if found and all(drawn in file.resolve().parents for file in found):
-        why = f"all images of {source} are in {drawn}, to which pictures are written; choose another output folder"
-    found, unreadable = (sorted(file for file in some if drawn not in file.resolve().parents) for some in (found, unreadable))
-    if not found:
-        raise DataError(why)
-    return found, unreadable
+    ignored = [file for file in found if drawn.resolve() in file.resolve().parents]
+    if len(ignored) == len(found):
+        drawn_over = f"all images of {source} are in {drawn}, to which pictures are written; choose another output folder"
+        raise DataError(drawn_over if ignored else why)
+    left = (sorted(file for file in some if drawn.resolve() not in file.resolve().parents) for some in (found, unreadable))
+    return *left, ignored

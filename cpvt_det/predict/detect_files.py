@@ -183,8 +183,8 @@ def predict_film(
 
 def _make_folder(folder: Path, written: Iterable[Path] = (), read: Iterable[str] = ()) -> None:
     """Create a folder, unless a file that is read would be overwritten in it."""
-    targets = {os.path.realpath(path) for path in written}
-    if lost := [path for path in read if os.path.realpath(path) in targets]:
+    there = {(file.st_dev, file.st_ino) for file in map(os.stat, filter(os.path.exists, written))}  # whatever they are called
+    if lost := [path for path in read if os.path.exists(path) and ((file := os.stat(path)).st_dev, file.st_ino) in there]:
         raise BadInputError(f"{few(lost)} would be overwritten; choose another output folder than {folder}")
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -184,7 +184,7 @@ class TrainStep:
 
         Learning rates and weight decays stay as they are, and each parameter gets its own state back, whatever group it is in now.
         """
-        of_name = dict(zip(state["parameters"], range(len(state["parameters"])), strict=True))
+        of_name = {name: place for place, name in enumerate(state.get("parameters", self._names))}  # older files have no names
         saved, groups = state["optimizer"]["state"], self.optimizer.state_dict()["param_groups"]
         places = ((place, of_name.get(name)) for place, name in enumerate(self._names))
         of_place = {place: saved[before] for place, before in places if before in saved}

@@ -134,6 +134,8 @@ def _refuse_early(typed: CfgNode, keys: Sequence[str], datasets: Sequence[CocoDa
     cfg, (_, val) = typed.clone(), datasets
     if cfg.SOLVER.IMS_PER_BATCH < 1:
         raise ConfigError(f"SOLVER.IMS_PER_BATCH must be at least 1, got {cfg.SOLVER.IMS_PER_BATCH}")
+    if not all(type(size) is int and size > 0 for size in cfg.INPUT.MIN_SIZE_TRAIN):
+        raise ConfigError(f"INPUT.MIN_SIZE_TRAIN must contain sizes in pixels, got {cfg.INPUT.MIN_SIZE_TRAIN}")
     if _typed_epochs(typed, keys, 1.0) == 0:
         raise ConfigError("the length is 0, so there is nothing to train; omit SOLVER.EPOCHS and SOLVER.MAX_ITER to have it chosen")
     if "SOLVER.EPOCHS" not in keys:  # a placeholder for early stopping; length and evaluations are chosen later

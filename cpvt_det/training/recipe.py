@@ -310,7 +310,7 @@ def input_choices(plan: Plan, data: DataFacts, machine: MachineFacts) -> list[Ch
         *([Choice("INPUT.AUGMENTATIONS", ["RandomPhotometricDistort"], why)] if plan.many_epochs else []),
         Choice("INPUT.MIN_SIZE_TRAIN", sizes, "around the test size" if plan.typed_test else plan.why_canvas),
         Choice("INPUT.MAX_SIZE_TRAIN", longest),
-        Choice("INPUT.MIN_SIZE_TEST", test, "a little larger than in training, which finds more"),
+        Choice("INPUT.MIN_SIZE_TEST", test, "" if plan.typed_sizes else "a little larger than in training, which finds more"),
         Choice("INPUT.MAX_SIZE_TEST", longest_test),
         Choice("INPUT.RESIZE_CROP.ENABLED", False),
         Choice("DATALOADER.NUM_WORKERS", 0 if machine.cores <= 2 else min(8, machine.cores // (2 * machine.processes))),

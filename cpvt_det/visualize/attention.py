@@ -159,6 +159,7 @@ def _paint_samples(axes: "Axes", record: ForwardRecord, seen: tuple[Tensor, ...]
     for level in range(locations.shape[1]):
         x, y = (locations[:, level].flatten(0, 1) * size).T.numpy()
         area = LARGEST_POINT * weights[:, level].flatten().numpy()
+        x, y, area = (values[area > 0] for values in (x, y, area))  # a level may lack points
         axes.scatter(x, y, area, color=hex_color(level), linewidths=0.3, edgecolors="white")
     reference = references[0, row, 0]
     x, y = (reference[:2] * size).tolist()

@@ -109,8 +109,7 @@ class _Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         out = function(*args, **(kwargs or {}))
-        formula = flop_registry.get(function._overloadpacket)
-        if formula is not None:
+        if (formula := flop_registry.get(function._overloadpacket)) is not None:
             first = out[0] if isinstance(out, tuple) else out
             self.book(formula(*args, **(kwargs or {}), out_val=out) // 2, first.numel())
         return out

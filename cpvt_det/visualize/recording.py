@@ -121,7 +121,7 @@ class ForwardRecord:
 
     def is_dense(self, part: str) -> bool:
         """Whether the "encoder" or the "decoder" attends to all tokens instead of sampling points."""
-        return not any(isinstance(layer, DeformableAttention) for layer in self.layers[part])
+        return bool(self.layers[part]) and not isinstance(self.layers[part][0], DeformableAttention)
 
     @property
     def strides(self) -> list[int]:

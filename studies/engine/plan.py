@@ -21,7 +21,10 @@ from cpvt_det.data.shapes.scene import ShapesSpec
 from cpvt_det.training.tasks.task import build_task
 from studies.engine.probes import VERSIONS
 
-AFFECTS = re.compile(r"MODEL\.(BACKBONE\.)?WEIGHTS$|SOLVER\.EARLY_STOPPING$|TEST\.(?!PICTURES$|IMS_PER_BATCH$)")
+AFFECTS = re.compile(
+    r"MODEL\.(BACKBONE\.)?WEIGHTS(_SHA256)?$|SOLVER\.EARLY_STOPPING$|DATASETS\.TEST$|"
+    r"TEST\.(?!(PICTURES|PICTURE_THRESHOLD|REPORT|IMS_PER_BATCH)$)"
+)
 """Keys that may change when a run is resumed, and that nevertheless change its result."""
 
 

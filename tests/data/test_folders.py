@@ -110,9 +110,10 @@ def write_coco_trainval(folder):
     write(folder / "test.json", coco(VAL))
 
 
-def write_coco_and_trainval(folder):
-    write_coco(folder)
-    write(folder / "annotations/instances_trainval2017.json", coco(TRAIN + VAL))
+def write_voc_of_prefixed_lists(folder):
+    both(folder, "JPEGImages/{name}.png", lambda split, name: [(f"Annotations/{name}.xml", voc(name))])
+    for split, names in (("cat_train", TRAIN), ("cat_val", VAL), ("cat_trainval", TRAIN + VAL)):
+        write(folder / f"ImageSets/Main/{split}.txt", "\n".join(names))
 
 
 def write_roboflow_coco(folder):
@@ -201,7 +202,7 @@ def write_cvat(folder):
 
 WITH_SPLIT = {
     "COCO trainval": (write_coco_trainval, "coco"),
-    "COCO and its trainval": (write_coco_and_trainval, "coco"),
+    "VOC of prefixed lists": (write_voc_of_prefixed_lists, "voc"),
     "coco": (write_coco, "coco"),
     "roboflow coco": (write_roboflow_coco, "coco"),
     "roboflow yolo": (write_roboflow_yolo, "yolo"),
@@ -261,6 +262,13 @@ def test_a_layout_is_read_as_the_images_that_it_was_written_from(kind, tmp_path)
         assert train | val == {*TRAIN, *VAL} and not train & val and val
         assert all(any(name in [box[0] for box in got[image]] for image in part) for part in (train, val) for name in NAMES)
         assert len(found.written) == 2 and any("split drawn with seed 0" in note for note in found.notes)
+
+
+def test_a_trainval_beside_a_folder_s_own_splits_is_left_out(tmp_path):
+    write_coco(tmp_path / "mine")
+    write(tmp_path / "mine/annotations/instances_trainval2017.json", coco(TRAIN + VAL))
+    _, datasets = read(tmp_path / "mine", tmp_path / "out")
+    assert [len(dataset.records) for dataset in datasets] == [len(TRAIN), len(VAL)]
 
 
 @pytest.mark.parametrize("kind", WITH_SPLIT)

@@ -147,7 +147,7 @@ def test_one_list_says_what_an_image_is(tmp_path):
         (tmp_path / hidden).parent.mkdir(exist_ok=True)
         (tmp_path / hidden).touch()
     (tmp_path / "photo.heic").touch()
-    found, unreadable = find_files(str(tmp_path), tmp_path / "out")
+    found, unreadable, _ = find_files(str(tmp_path), tmp_path / "out")
     assert len(found) == len(suffixes) == len(Listing(tmp_path).images) and unreadable == [tmp_path / "photo.heic"]
 
 

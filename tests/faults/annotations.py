@@ -566,7 +566,11 @@ CASES = [
         "an empty folder instead of the file",
         lambda d: d.files.annotations.mkdir(),
         "set.json is not a data set: expected a COCO JSON file, a YOLO folder with data.yaml",
-        guard=Cut("data/formats/format.py", "if data_format is None:", "if False:"),
+        guard=Cut(
+            "data/formats/format.py",
+            "if (data_format := find_format(path)) is None:",
+            "if (data_format := find_format(path)) is False:",
+        ),
     ),
     Case(
         "what was kept of a large file, cut off",

@@ -713,7 +713,7 @@ QUIRKS = [
         touches=("lists",),
         guard=text_of(
             "folders/layouts.py",
-            'of_split["val" if one.lower() == "dev" else split_named(one)].append(one)',
+            'of_split[{"trainval": "train", "dev": "val"}.get(one.lower(), split_named(one))].append(one)',
             "of_split[one].append(one)",
         ),
     ),

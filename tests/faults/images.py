@@ -346,8 +346,8 @@ CASES = [
         f"{CANNOT}a.png: Image size (400000000 pixels) exceeds limit of 178956970 pixels, ...; if you trust it, set the "
         "environment variable CPVT_DET_MAX_PIXELS to as many pixels",
         guard=decoder(
-            "    limit = os.environ.get(LIMIT)\n",
-            "    limit, Image.MAX_IMAGE_PIXELS = None, None\n",
+            "    if (limit := os.environ.get(LIMIT)) is not None:\n",
+            "    Image.MAX_IMAGE_PIXELS = None\n    if limit := None:\n",
         ),
     ),
     DataCase(

@@ -158,7 +158,7 @@ CASES = [
         "show position: a folder without images",
         position("--input", "{folder}/empty"),
         "there is no image in the folder",
-        guard=Cut("data/listing.py", "if not found:", "if False:"),
+        guard=Cut("data/listing.py", "if len(ignored) == len(found):", "if False:"),
     ),
     Case(
         "show data: no data set to train on",
@@ -182,7 +182,7 @@ CASES = [
         "analyze: a size that is none",
         analyze("--sizes", "480,large"),
         "--sizes: 'large' must be a side length or HEIGHTxWIDTH",
-        guard=Cut("cli/analyze.py", "if match is None:", "if False:"),
+        guard=Cut("cli/analyze.py", ", word)) is None:", ", word)) is False:"),
     ),
     Case(
         "analyze: a size below one stride",

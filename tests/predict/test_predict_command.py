@@ -3,6 +3,7 @@
 
 import io
 import json
+import os
 import shutil
 from contextlib import redirect_stdout
 
@@ -182,6 +183,8 @@ def test_the_folder_of_the_photographs_may_be_the_output(run, photos, monkeypatc
     for _ in range(2):
         assert predict(run, "part", ".").exit_code == 0
     assert len(written(photos)) == 4 and (photos / "pictures/007.jpg").is_file()
+    again = predict(run, ".", ".")
+    assert again.exit_code == 0 and "left out: 4 images in pictures, where pictures are drawn" in again.stderr
 
 
 def test_an_input_is_not_overwritten(run, tmp_path, monkeypatch):
@@ -191,7 +194,8 @@ def test_an_input_is_not_overwritten(run, tmp_path, monkeypatch):
     (tmp_path / "links").mkdir()
     (tmp_path / "links/a.jpg").symlink_to("../pictures/a.jpg")
     before = (tmp_path / "pictures/a.jpg").read_bytes()
-    for source in ("pictures/a.jpg", "links/a.jpg", "*/a.jpg"):
+    os.link("pictures/a.jpg", "a.jpg")
+    for source in ("pictures/a.jpg", "links/a.jpg", "*/a.jpg", "a.jpg"):
         result = predict(run, source, ".")
         assert result.exit_code == 2 and "choose another output folder" in result.stderr
     assert (tmp_path / "pictures/a.jpg").read_bytes() == before

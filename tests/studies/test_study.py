@@ -296,7 +296,9 @@ def test_a_run_goes_on_only_from_its_own_attempt(tmp_path, monkeypatch):
         ("MODEL.WEIGHTS", "old.pth", True),
         ("SOLVER.EARLY_STOPPING", 3, True),
         ("SOLVER.BASE_LR", 0.5, True),
+        ("DATASETS.TEST", ["other"], True),
         ("TEST.PICTURES", 3, False),
+        ("TEST.REPORT", True, False),
         ("SOLVER.LOG_PERIOD", 7, False),
     ],
 )

@@ -287,6 +287,12 @@ def test_longest_sides_follow_typed_sizes(paces, words, test):
     assert values["INPUT.MIN_SIZE_TEST"] == test <= values["INPUT.MAX_SIZE_TEST"] <= 2 * test + 32
 
 
+@pytest.mark.parametrize("typed", ["('a', 3)", "(0,)", "(2.5,)"])
+def test_sizes_that_are_none_are_refused_before_anything_is_measured(paces, typed):
+    with pytest.raises(ConfigError, match="INPUT.MIN_SIZE_TRAIN must contain sizes in pixels, got"):
+        choose_settings([], ["INPUT.MIN_SIZE_TRAIN", typed], [Data(1600), Data(80)], LAPTOP, 600)
+
+
 def test_no_evaluation_comes_just_before_the_last():
     """Five of them, at every length: a period that is rounded down would make a sixth."""
     for images in range(20, 2000, 7):

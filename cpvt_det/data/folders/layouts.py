@@ -112,7 +112,7 @@ def _registered(name: str, path: Path) -> Layout:
     names = list(data_format.splits(path))
     of_split = defaultdict(list)
     for one in sorted(names, key=lambda one: PREFERRED.index(one.lower()) if one.lower() in PREFERRED else len(PREFERRED)):
-        of_split["val" if one.lower() == "dev" else split_named(one)].append(one)
+        of_split[{"trainval": "train", "dev": "val"}.get(one.lower(), split_named(one))].append(one)
     others = of_split.pop("", []) if of_split.keys() - {""} else []
     for own in of_split.values():
         if own[0].lower() in PREFERRED:  # train alone, as trainval has the same images
@@ -162,12 +162,11 @@ def _coco(listing: Listing) -> Layout | None:
     files = [path for path in files if not NOT_BOXES.search(path.name.lower())] or files
     if not files:
         return None
-    without = [path for path in files if "trainval" not in path.name.lower()]
-    if any(listing.split_of(path, with_name=True) == "train" for path in without):
-        files = without  # trainval has the same images
     by_split = defaultdict(list)
     for path in files:
         by_split[listing.split_of(path, with_name=True)].append(path)
+    if "train" not in by_split and ["trainval" in path.name.lower() for path in by_split.get("", ())] == [True]:
+        by_split["train"] = by_split.pop("")
     can_be_named = _can_be_used(by_split) and all(len(paths) == 1 for paths in by_split.values())
     places = _coco_places(listing, {split: paths[0] for split, paths in by_split.items() if split}) if can_be_named else {}
     return Layout("coco", _several(files), places, lambda: read_coco_files(listing, files))

@@ -112,8 +112,7 @@ def read_foreign(path: Path, split: str) -> Sections:
     Raises:
         DataError: an unknown format, or a split that does not exist.
     """
-    data_format = find_format(path)
-    if data_format is None:
+    if (data_format := find_format(path)) is None:
         raise DataError(
             f"{path} is not a data set: expected a COCO JSON file, a YOLO folder with data.yaml (or its YAML file by "
             "path), a Pascal VOC folder with Annotations/*.xml, a folder of images per class (SPLIT/CLASS/*.jpg), or a format "

@@ -52,8 +52,7 @@ class TransformerInTransformer(VisionTransformer):
     def _build(
         self, channels: int, num_layers: int, num_heads: int, checkpointing: bool, legacy: bool = False, squeeze: bool = False
     ) -> None:
-        side = self.strides[0] // STRIDE
-        if not side:
+        if not (side := self.strides[0] // STRIDE):
             raise ValueError(f"patches of a TNT need sides of at least {STRIDE} pixels, got {self.strides[0]}")
         self.legacy = legacy
         inner_channels = 4 * max(1, channels // 64)
