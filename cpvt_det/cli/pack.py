@@ -46,12 +46,14 @@ def pack(dataset: str, shards: Path, overrides: tuple[str, ...], config_file: st
       cpvt-det pack mine shards --config-file output/mine/config.yaml
     """
     (files,) = find_datasets([dataset], load_cfg(config_file, list(overrides)).DATASETS.REGISTER)
-    if shards.exists() and any(shards.iterdir()):
+    if shards.is_file() or (shards.exists() and any(shards.iterdir())):
         raise ConfigError(f"{shards} is not empty; write the tar files into a new folder")
     data = check_data([files], ())
     require_no_errors(data.issues, "error")
     records = data.train[0].records
     names, paths = ([find(index) for index in range(len(records))] for find in (records.name, records.path))
+    if outside := [name for name in names if files.is_coco and (os.path.isabs(name) or ".." in name.split("/"))]:
+        raise DataError(f"the image {outside[0]} cannot be packed: the JSON has to name it relative to the image folder")
     try:
         shards.mkdir(parents=True, exist_ok=True)
         if files.is_coco:
@@ -71,7 +73,7 @@ def write_shards(images: Iterable[tuple[str, str]], folder: Path, largest: int) 
     The same images give identical tar files, because the members have no owner and no time.
 
     Args:
-        images: name of each member, and path of its file as ``data/images.py`` describes it.
+        images: name of each member, a relative path, and path of its file as ``data/images.py`` describes it.
         folder: an empty folder.
         largest: number of bytes of images after which the next tar file begins.
 
@@ -79,15 +81,13 @@ def write_shards(images: Iterable[tuple[str, str]], folder: Path, largest: int) 
         A pattern for the tar files, ``folder/{000000..000011}.tar``.
 
     Raises:
-        DataError: an image that cannot be read, or whose name is not the relative path of a file.
+        DataError: an image that cannot be read.
         OSError: a folder that cannot be written to.
     """
     names: list[str] = []
     with contextlib.ExitStack() as opened:
         tar, filled = None, 0
         for name, path in images:
-            if os.path.isabs(name) or ".." in name.split("/"):
-                raise DataError(f"the image {name} cannot be packed: the JSON has to name it relative to the image folder")
             if tar is None or filled >= largest:
                 opened.close()
                 names.append(f"{len(names):06}{TAR}")

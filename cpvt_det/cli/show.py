@@ -181,8 +181,7 @@ def _load_detector(weights: str, config_file: str) -> Trained:
 
 
 def _point(word: str) -> Point:
-    match = re.fullmatch(r"(-?\d+(?:\.\d+)?),(-?\d+(?:\.\d+)?)", word)
-    if match is None:
+    if (match := re.fullmatch(r"(-?\d+(?:\.\d+)?),(-?\d+(?:\.\d+)?)", word)) is None:
         raise BadInputError(f"--points {word!r} is not X,Y in pixels, such as 120,80")
     return float(match[1]), float(match[2])
 
@@ -193,7 +192,6 @@ def read_size(text: str) -> Size:
     Raises:
         BadInputError: a text that is not HEIGHTxWIDTH.
     """
-    match = re.fullmatch(r"(\d+)x(\d+)", text)
-    if match is None:
+    if (match := re.fullmatch(r"(\d+)x(\d+)", text)) is None:
         raise BadInputError(f"--size {text!r} is not HEIGHTxWIDTH, such as 480x640")
     return int(match[1]), int(match[2])

@@ -63,12 +63,12 @@ class Curve:
 
     def best(self) -> OperatingPoint | None:
         """The point with the best F1. If several points have it, this is the one with the highest threshold. ``None`` if no
-        detection is right.
+        detection is right, apart from those with a score of 0, which ``TEST.NMS`` gives to copies.
         """
-        if not self.num_objects or not self.right.any():
+        found, is_kept = np.cumsum(self.right), self.scores > 0
+        if not self.num_objects or not self.right[is_kept].any():
             return None
-        ends = np.flatnonzero(np.append(self.scores[1:] != self.scores[:-1], True))  # equal scores pass a threshold together
-        found = np.cumsum(self.right)
+        ends = np.flatnonzero(np.append(self.scores[1:] != self.scores[:-1], True) & is_kept)  # equal scores pass together
         best = ends[(2 * found[ends] / (ends + 1 + self.num_objects)).argmax()]  # the highest F1
         return OperatingPoint(float(self.scores[best]), float(found[best] / (best + 1)), float(found[best] / self.num_objects))
 

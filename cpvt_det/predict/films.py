@@ -43,7 +43,7 @@ class Frame(NamedTuple):
 
 def is_film(source: str) -> bool:
     """Whether a word is a video, a camera's number or an address instead of an image, judged by its form or its suffix."""
-    return bool(ADDRESS.match(source)) or is_camera(source) or Path(source).suffix.lower() in SUFFIXES
+    return not os.path.isdir(source) and bool(ADDRESS.match(source) or is_camera(source) or Path(source).suffix.lower() in SUFFIXES)
 
 
 def is_camera(source: str) -> bool:
@@ -67,10 +67,10 @@ class FilmReader:
         DataError: a video that does not exist, cannot be opened or has no pictures; an address that does not answer.
     """
 
-    def __init__(self, source: str | os.PathLike[str], every: int = 1):
+    def __init__(self, source: str | os.PathLike[str] | int, every: int = 1):
         if every < 1:
             raise BadInputError(f"every must be 1 or more frames, got {every}")
-        self.source, self.every = os.fspath(source), every
+        self.source, self.every = str(source), every
         self._container = _open(self.source)
         if not (streams := self._container.streams.video):
             self.close()

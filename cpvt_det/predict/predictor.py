@@ -141,6 +141,7 @@ class Predictor:
             WeightsError: files that cannot be fetched, or that are not a model of a known kind.
             ConfigError: keys that cannot be used, or a device that does not exist.
         """
+        repo_id = os.path.expanduser(repo_id)
         is_name = "/" not in repo_id or os.path.exists(repo_id)
         return cls.from_checkpoint(repo_id if is_name else fetch_folder(repo_id, **options), device, overrides=overrides)
 

@@ -322,7 +322,7 @@ class Mlflow(Callback):
             self.client.log_batch(self.run, params=config)
 
     def on_step(self, run: TrainingRun, iteration: int, scalars: dict[str, float]) -> None:
-        defined = {re.sub(r"[^/\w.\- ]", "_", key, flags=re.ASCII): value for key, value in scalars.items() if math.isfinite(value)}
+        defined = {re.sub(r"[^/\w.\- ]", "_", key): value for key, value in scalars.items() if math.isfinite(value)}
         now = int(1000 * time.time())
         self.client.log_batch(self.run, [self.mlflow.entities.Metric(key, value, now, iteration) for key, value in defined.items()])
 

@@ -176,9 +176,21 @@ def test_other_formats_are_packed_with_their_annotations(tmp_path):
 
 
 def test_names_that_leave_the_folder_are_not_packed(tmp_path):
-    for name in ("/etc/a.png", "../a.png"):
-        with pytest.raises(DataError, match=f"the image {name} cannot be packed"):
-            write_shards([(name, "nowhere")], tmp_path, 1)
+    """And nothing is written, so that the folder is free for the next attempt."""
+    Image.new("RGB", (30, 20)).save(tmp_path / "a.png")
+    for name in (str(tmp_path / "a.png"), "../a.png"):
+        (tmp_path / "images").mkdir(exist_ok=True)
+        image = {"id": 1, "file_name": name, "height": 20, "width": 30}
+        box = {"id": 1, "image_id": 1, "category_id": 1, "bbox": [1, 1, 9, 9], "area": 81, "iscrowd": 0}
+        (tmp_path / "a.json").write_text(
+            json.dumps({"images": [image], "annotations": [box], "categories": [{"id": 1, "name": "a"}]})
+        )
+        register = ["DATASETS.REGISTER", str([["mine", str(tmp_path / "a.json"), str(tmp_path / "images")]])]
+        done = call("pack", "mine", tmp_path / "shards", *register)
+        assert done.code == 2 and f"the image {name} cannot be packed" in done.text and not (tmp_path / "shards").exists()
+    (tmp_path / "file").touch()
+    done = call("pack", "mine", tmp_path / "file", *register)
+    assert done.code == 2 and "write the tar files into a new folder" in done.text
 
 
 def test_an_index_of_other_tar_files_is_refused(packed):

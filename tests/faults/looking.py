@@ -55,7 +55,7 @@ def data(*words: object, **more: object) -> Callable[[Path], Ending]:
 def none_matches(option: str, file: str = "cli/show.py") -> Cut:
     """The text of an option is taken, whatever it is."""
     refusal = f'        raise BadInputError(f"--{option}'
-    return Cut(file, f"    if match is None:\n{refusal}", f"    if False:\n{refusal}")
+    return Cut(file, f")) is None:\n{refusal}", f")) is False:\n{refusal}")
 
 
 LEVEL = Cut("visualize/recording.py", "if not 0 <= level < levels:", "if False:")

@@ -98,6 +98,15 @@ def test_a_folder_with_the_name_of_a_number_is_no_camera(tmp_path, monkeypatch):
     assert not is_film("7") and is_film("8")
 
 
+def test_a_folder_of_frames_with_the_name_of_their_film_is_no_film(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "clip.mp4").mkdir()
+    picture(0).save(tmp_path / "clip.mp4/0.png")
+    words = ["predict", run.weights, "--input", "clip.mp4", "--output", "out", "--device", "cpu"]
+    result = CliRunner().invoke(main, [str(word) for word in words])
+    assert result.exit_code == 0 and "out: 1 image" in result.stdout, result.output
+
+
 def test_boxes_of_frames_are_those_of_the_same_frames_as_images(run, tmp_path):
     """Alone and in batches, of which the last is not full; every second frame has its own number and time."""
     predictor = Predictor.from_checkpoint(run.weights, device="cpu")
@@ -297,8 +306,9 @@ def test_an_address_that_does_not_answer_is_named(monkeypatch):
 
 
 def test_a_camera_that_is_not_there_is_named(monkeypatch):
-    with pytest.raises(DataError, match="cannot open camera 77 as a video: "):
-        FilmReader("77")
+    for camera in ("77", 77):
+        with pytest.raises(DataError, match="cannot open camera 77 as a video: "):
+            FilmReader(camera)
     monkeypatch.setattr(sys, "platform", "win32")
     with pytest.raises(
         BadInputError, match="camera 77: a camera can be opened by its number only on Linux and macOS; give the address"

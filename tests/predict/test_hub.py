@@ -172,7 +172,7 @@ def test_names_of_weights_are_pushed():
 def test_a_model_without_a_run_is_pushed_with_what_is_known(hub, tmp_path):
     predictor = Predictor.from_checkpoint(save_random(tmp_path / "weights.pth"), device="cpu")
     predictor.save(tmp_path / "folder")
-    Predictor.from_pretrained(str(tmp_path / "folder"), device="cpu").push_to_hub("me/random", token="hf_none")
+    Predictor.from_pretrained(tmp_path / "folder", device="cpu").push_to_hub("me/random", token="hf_none")
     card = hub.repos["me/random"]["README.md"].decode()
     assert "## Evaluation" not in card and "## Use" in card
     assert len(Predictor.from_pretrained("me/random", device="cpu", token="hf_none").classes) == 3

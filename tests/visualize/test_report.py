@@ -83,6 +83,12 @@ def test_of_equal_f1_the_higher_threshold_is_taken():
     assert curve((0.9, 1), (0.8, 0), (0.7, 0), (0.6, 1), num_objects=2).best().threshold == 0.9
 
 
+def test_a_threshold_lets_no_suppressed_copy_through():
+    """NMS gives copies a score of 0, and evaluation keeps them."""
+    assert curve((0.9, 0), (0.5, 1), (0.0, 1), (0.0, 1), num_objects=3).best().threshold == 0.5
+    assert curve((0.9, 0), (0.0, 1), num_objects=1).best() is None
+
+
 @pytest.mark.parametrize("rows", [[], [(0.5, 0)]])
 def test_where_nothing_is_right_there_is_no_threshold(rows):
     one = curve(*rows, num_objects=3)
