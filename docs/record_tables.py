@@ -455,7 +455,6 @@ TABLES: dict[str, Callable[[], list[Row]]] = {
     "small data": small_data_tables.as_trained,
     "small data goals": small_data_tables.goals,
     "small data peers": small_data_tables.peers,
-    "learning trials": small_data_tables.trials,
     "small data by size": small_data_tables.by_size,
     "small data one at a time": small_data_tables.one_at_a_time,
     "small data encodings": small_data_tables.encodings,

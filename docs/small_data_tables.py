@@ -20,7 +20,6 @@ PICTURE = ROOT / "docs" / "pictures" / "small_data.png"
 RECORDS = ROOT / "benchmarks" / "results" / "small_data"
 PEERS = ROOT / "benchmarks" / "results" / "small_data_peers"
 """Pairs of records of one machine, of about as many CPU seconds: ``benchmarks/small_data.py`` and ``benchmarks/dense_peer.py``."""
-TRIALS = ROOT / "benchmarks" / "results" / "learning_trials.json"
 """Trials on a fifth of the training images, of one seed each."""
 DATA = {
     "bccd": ("BCCD", 205),
@@ -171,17 +170,6 @@ def _detector(record: Record) -> str:
     model = record["chosen"]["MODEL"]
     ours = "D-FINE" if model.get("META_ARCHITECTURE") == "CPVTRealTimeDetr" else "ours"
     return f"{ours}, from {'the starter' if model.get('WEIGHTS') else 'ImageNet'}"
-
-
-def trials() -> list[Row]:
-    """What was tried to learn faster, on images held out from the training images."""
-    found = json.loads(TRIALS.read_text(encoding="utf-8"))["rows"]
-    rows = []
-    for row in found:
-        title = DATA[row["data"]][0] if row["data"] in DATA else row["data"]
-        figures = [f"{row[name]:.1f}" if name in row else "" for name in ("AP", "AP50")]
-        rows.append([title, row["start"], row["change"], str(row["steps"]), *figures])
-    return _table(["data", "start", "change", "steps", "AP", "AP50"], rows)
 
 
 def by_size() -> list[Row]:

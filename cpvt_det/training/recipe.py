@@ -220,7 +220,7 @@ def model_choices(plan: Plan, data: DataFacts, machine: MachineFacts) -> list[Ch
     return [
         *_backbone(plan, data, machine),
         Choice("MODEL.META_ARCHITECTURE", "CPVTDeformableDetr", "needs a tenth of DETR's steps to learn"),
-        Choice("MODEL.POSITION.NAME", "sine_offset", "better than peg on fish, equal on blood cells: docs/small_data.md"),
+        Choice("MODEL.POSITION.NAME", "sine_offset", "no other encoding is known to be better: docs/which_encoding.md"),
         Choice("MODEL.DETR.HIDDEN_DIM", 128, "a small transformer: steps count more than width in a short run"),
         Choice("MODEL.DETR.DIM_FEEDFORWARD", 256),
         Choice("MODEL.DETR.ENC_LAYERS", plan.encoder_layers),

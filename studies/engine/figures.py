@@ -51,14 +51,14 @@ def draw_panels(plan: Plan, values: Sequence[Mapping[str, Values]]) -> Path:
             known = [value for value in by_seed.values() if math.isfinite(value)]
             axes.scatter(known, [row] * len(known), s=16, color="C0", alpha=0.6, linewidth=0)
             axes.plot([interval(known)[0]] * 2 if known else [], [row - 0.3, row + 0.3] if known else [], color="C0", linewidth=2)
-        axes.set(yticks=range(len(of)), yticklabels=list(of), ylim=(len(of) + 0.4, -0.6))
+        axes.set(yticks=range(len(of)), yticklabels=list(of), ylim=(len(of) + 0.6, -0.6))
         axes.set_title(panel.title, fontsize=10)
         axes.set_xlabel(plan.figures_of(plan.group(panel.group))[0])
         first, last = next(iter(of)), next(reversed(of))
         half, middle = answer(first, last, of, len(plan.questions) or 1).half, sum(axes.get_xlim()) / 2
         if math.isfinite(half):
-            axes.errorbar(middle, len(of) - 0.2, xerr=half / 2, color="black", capsize=3, linewidth=1)
-            axes.text(middle + half / 2, len(of) - 0.2, f"  {half:.1f}", va="center", fontsize=9)
+            axes.errorbar(middle, len(of) - 0.3, xerr=half / 2, color="black", capsize=3, linewidth=1)
+            axes.text(middle, len(of) - 0.2, f"{half:.1f}", ha="center", va="top", fontsize=8)
         axes.grid(alpha=0.3, axis="x")
     path = plan.folder / "figures" / "panels.png"
     save_figure(figure, path)

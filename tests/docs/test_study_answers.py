@@ -3,6 +3,7 @@
 
 import itertools
 import json
+import math
 import re
 from pathlib import Path
 
@@ -62,8 +63,41 @@ def test_the_answers_of_a_report_are_those_of_its_records(study):
         assert answer == (seen if abs(mean) > half else f"no further apart than {abs(mean) + half:.1f}")
 
 
-def test_the_guide_s_answers_on_the_scrambled_sines_are_those_of_its_report():
-    text = " ".join((STUDIES.parent / "docs/train.md").read_text(encoding="utf-8").split())
+def test_the_page_on_photographs_says_what_its_records_say():
+    """The answers of D-FINE, whose intervals hold together with those of all questions of the plan."""
+    study, page = STUDIES / "photo_encodings", (STUDIES.parent / "docs/which_encoding.md").read_text(encoding="utf-8")
+    questions = yaml.safe_load((study / "plan.yaml").read_text(encoding="utf-8"))["questions"]
+    asked = [question for question in questions if question["group"] == "dfine"]
+    found = [fitted(study, question, len(questions)) for question in asked]
+    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in re.findall(r"^\|.* less .*\|$", page, re.MULTILINE)]
+    expected = []
+    for question, (mean, half) in zip(asked, found, strict=True):
+        pair = f"{question['variant']} less {question['baseline']}"
+        assert abs(mean) < half
+        expected.append([question["text"], pair, f"{mean:+.1f} ± {half:.1f}", f"no further apart than {abs(mean) + half:.1f}"])
+    assert rows == expected
+    sines, _, peg, _, _, kept_peg, kept_rope, _ = (f"{mean:+.1f} ± {half:.1f}" for mean, half in found)
+    alone, runs = fitted(study, asked[0], 1), {}
+    for path in (study / "results/dfine").glob("*/*.json"):
+        record = json.loads(path.read_text())
+        runs.setdefault(path.parent.name, []).append((record["AP"], record["measured"]["sweeps"]["size"]["size_2"]))
+    lost = sorted(np.mean([ap - at_twice for ap, at_twice in values]) for values in runs.values())
+    spread = found[0][1] / stats.t.ppf(1 - 0.025 / len(questions), 14) * math.sqrt(3 / 2)
+    text = " ".join(page.split())
+    for phrase in (
+        f"PEG's difference from right sines is {peg} AP, with three seeds and an AP of {np.mean(runs['sine_grid'], 0)[0]:.1f}.",
+        f"Differences below {found[0][1]:.1f} AP cannot be seen",
+        f"PEG {kept_peg}, rotary positions {kept_rope}. At twice the size, encodings lose {lost[0]:.1f} to {lost[-1]:.1f} AP",
+        f"Sines are {sines.removeprefix('+')} AP ahead of none",
+        f"an interval of ± {alone[1]:.1f} AP, which still contains 0",
+        f"it is {spread:.1f}, so that only {found[0][1]:.1f} AP can be seen",
+    ):
+        assert phrase in text, phrase
+    assert len(runs) == 8 and {len(values) for values in runs.values()} == {3} and abs(alone[0]) < alone[1]
+
+
+def test_the_appendix_s_answers_on_the_scrambled_sines_are_those_of_its_report():
+    text = " ".join((STUDIES.parent / "docs/position_encodings.md").read_text(encoding="utf-8").split())
     questions = yaml.safe_load((STUDIES / "scramble/plan.yaml").read_text(encoding="utf-8"))["questions"]
     found = [fitted(STUDIES / "scramble", question, len(questions)) for question in questions]
     kept, on_squares, scramble, sines, peg, _ = (f"{mean:+.1f} ± {half:.1f}" for mean, half in found)
