@@ -14,14 +14,14 @@ from cpvt_det.cli import main
 
 PACKAGE = ROOT / "cpvt_det"
 CEILINGS = {
-    "code lines": 19_972,
-    "code lines of data/": 3_628,
+    "code lines": 19_970,
+    "code lines of data/": 3_622,
     "files": 199,
     "functions": 1_861,
     "rooms": 22,
     "arrows between rooms": 89,
     "keys of the config": 124,
-    "words of the documents": 44_599,
+    "words of the documents": 44_594,
 }
 """The documents had 41,600 words before public weights and real-time detectors; these, exports, films and learning speed may add
 5,000 in all."""
