@@ -45,7 +45,7 @@ def walk(top: str | Path, seen: set[str]) -> Iterator[tuple[str, list[str]]]:
             it.
 
     Raises:
-        DataError: after the last folder, if one of them cannot be read.
+        DataError: after the last folder, if one that exists cannot be read.
     """
     errors: list[OSError] = []
     for folder, names, files in os.walk(top, onerror=errors.append, followlinks=True):
@@ -56,7 +56,7 @@ def walk(top: str | Path, seen: set[str]) -> Iterator[tuple[str, list[str]]]:
         seen.add(real)
         names[:] = sorted(name for name in names if not name.startswith(".") and name not in NOT_THE_USERS)
         yield folder, sorted(name for name in files if not name.startswith("."))
-    for error in errors:
+    for error in (error for error in errors if not isinstance(error, FileNotFoundError)):  # such as a class without a folder
         raise DataError(f"cannot read folder {error.filename}: {error.strerror}")
 
 
