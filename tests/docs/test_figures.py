@@ -92,7 +92,6 @@ def constants(document):
     return {
         "README.md": {"3.10"},
         "docs/comparison.md": {"5.23", "1.6"},
-        "docs/encodings.md": {"32.8", "33.7", "33.9"},  # of the paper
         "docs/look.md": {"0.05"},  # a setting
         "docs/plug.md": {"2.15"},
         "docs/results.md": {"59.0", "60.9"}  # of records that were made again, before 1649921
