@@ -51,7 +51,7 @@ RECORDS = {
     "docs/train.md": ["benchmarks/results/learning_trials.json"],
     "docs/encodings.md": ENCODINGS,
     "docs/position_encodings.md": [*ENCODINGS, "studies/scramble"],
-    "docs/which_encoding.md": ["studies/photo_encodings/results"],
+    "docs/which_encoding.md": ["studies/photo_encodings"],
     "docs/classifiers.md": CLASSIFIERS,
     "docs/claims.md": CLASSIFIERS,
     "docs/scaling.md": [
