@@ -3,6 +3,7 @@
 
 import json
 import os
+import re
 import shutil
 import unicodedata
 from dataclasses import replace
@@ -687,8 +688,21 @@ def test_all_lists_of_a_split_are_read_and_others_are_told(tmp_path):
     train, val = read_folder(tmp_path / "mine")
     assert boxes_of([train]).keys() == set("abcd") and boxes_of([val]).keys() == set("ef")
     write(tmp_path / "mine/ImageSets/Main/extra.txt", "a")
-    notes = name_datasets(tmp_path / "mine", tmp_path / "out").notes
-    assert "not read: splits extra; name them in a config, or split all images anew with --new-split" in notes
+    assert not any(re.match("not read|left out", note) for note in name_datasets(tmp_path / "mine", tmp_path / "out").notes)
+
+
+@pytest.mark.parametrize("form", ["coco", "voc"])
+def test_images_of_files_that_name_no_split_are_told_and_are_in_a_new_split(form, tmp_path):
+    both(tmp_path / "mine", "JPEGImages/{name}.png", lambda split, name: [(f"Annotations/{name}.xml", voc(name))][form == "coco" :])
+    for name, images in {"train": "ab", "val": "cd", "extra": "ef"}.items():
+        path = {"coco": f"annotations/{name}.json", "voc": f"ImageSets/Main/{name}.txt"}[form]
+        write(tmp_path / "mine" / path, "\n".join(images) if form == "voc" else coco(images))
+    found, datasets = read(tmp_path / "mine", tmp_path / "out")
+    assert [boxes_of([dataset]).keys() for dataset in datasets] == [set("ab"), set("cd")]
+    (note,) = (note for note in found.notes if note.startswith("not read"))
+    assert re.fullmatch(r"not read: \S*extra\S*; name .* in a config, or split all images anew with --new-split", note)
+    found, datasets = read(tmp_path / "mine", tmp_path / "out", new_split=True)
+    assert boxes_of(datasets) == BOXES and not any("not read" in note or "no annotations" in note for note in found.notes)
 
 
 def test_classes_of_one_id_are_refused(tmp_path):

@@ -45,6 +45,7 @@ class Layout:
             no such splits, or if a config cannot refer to them.
         read: function that reads all images at once.
         notes: remarks on what was found but is not read, one line each.
+        others: files or names of the format that name no split; ``places`` leaves their images out, ``read`` does not.
     """
 
     format: str
@@ -52,6 +53,7 @@ class Layout:
     places: Places
     read: Callable[[], Sections]
     notes: Sequence[str] = ()
+    others: Sequence[str] = ()
 
 
 def find_layout(listing: Listing, wanted: str = "") -> Layout:
@@ -120,21 +122,19 @@ def _registered(name: str, path: Path) -> Layout:
             del own[1:]
     what = f"{path}, splits {', '.join(names)}" if names else str(path)
     places = {split: (str(path), own[0]) for split, own in of_split.items() if split}
-    can_be_named = _can_be_used(places) and all(len(own) == 1 for own in of_split.values())
-    splits = {one: split for split, own in of_split.items() for one in own} or {"": ""}
-    others = [one for one in others if one.lower() not in PREFERRED]
+    splits = {one: split for split, own in of_split.items() for one in own} | dict.fromkeys(others, "") or {"": ""}
     return Layout(
         name,
         what,
-        places if can_be_named else {},
+        places if _can_be_named(of_split) else {},
         lambda: _read_together([(split, data_format.read(path, one)) for one, split in splits.items()]),
-        [f"not read: splits {few(others)}; name them in a config, or split all images anew with --new-split"] if others else [],
+        others=[one for one in others if one.lower() not in PREFERRED],
     )
 
 
-def _can_be_used(splits: Mapping[str, object]) -> bool:
-    """Whether there are images for training and others for validation."""
-    return "train" in splits and ("val" in splits or "test" in splits)
+def _can_be_named(splits: Mapping[str, Sequence[object]]) -> bool:
+    """Whether a config can refer to the splits: there are images for training and others for validation, in one place each."""
+    return "train" in splits and ("val" in splits or "test" in splits) and all(len(places) == 1 for places in splits.values())
 
 
 def _read_together(contents: Sequence[tuple[str, Sections]]) -> Sections:
@@ -167,17 +167,17 @@ def _coco(listing: Listing) -> Layout | None:
         by_split[listing.split_of(path, with_name=True)].append(path)
     if "train" not in by_split and ["trainval" in path.name.lower() for path in by_split.get("", ())] == [True]:
         by_split["train"] = by_split.pop("")
-    can_be_named = _can_be_used(by_split) and all(len(paths) == 1 for paths in by_split.values())
-    places = _coco_places(listing, {split: paths[0] for split, paths in by_split.items() if split}) if can_be_named else {}
-    return Layout("coco", _several(files), places, lambda: read_coco_files(listing, files))
+    others = [str(path) for path in by_split.pop("", ())]
+    places = _coco_places(listing, by_split) if _can_be_named(by_split) else {}
+    return Layout("coco", _several(files), places, lambda: read_coco_files(listing, files), others=others)
 
 
-def _coco_places(listing: Listing, of_split: Mapping[str, Path]) -> Places:
+def _coco_places(listing: Listing, of_split: Mapping[str, Sequence[Path]]) -> Places:
     """A JSON and an image folder for each split; empty if a JSON has faults, if the classes of the JSONs differ, or if the images
     have no common folder.
     """
     places, classes, found = {}, [], Names(listing.images, listing)
-    for split, path in of_split.items():
+    for split, (path,) in of_split.items():
         dataset = read_coco(DatasetFiles(split, path))
         names = map(dataset.records.name, range(len(dataset.records)))
         roots = {_without_end(image, name) for name in names if (image := found.find(name, path))}
@@ -252,9 +252,8 @@ def _nothing(listing: Listing) -> str:
     )
     images = f"{len(listing.images)} images" if listing.images else "no images"
     texts = Names(listing.images, listing).pair(listing.with_suffix(".txt"))
-    images += (
-        f" and {len(texts)} text files with the same names, whose lines are not class cx cy w h: {few(texts)}," if texts else ""
-    )
+    if texts:
+        images += f" and {len(texts)} text files with the same names, whose lines are not class cx cy w h: {few(texts)},"
     classes = "; if each class has its own folder of images, train a classifier: --config-file quickstart/classifier.yaml"
     hint = classes if len({path.parent for path in listing.images}) > 1 else ""
     return f"{listing.root} has {images} and no annotations in a known format; put {known} beside them{hint}"

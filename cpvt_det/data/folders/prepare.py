@@ -86,6 +86,8 @@ def name_datasets(folder: Path, output: Path, wanted: str = "", new_split: bool 
     name, places = folder.resolve().name or "data", dict(layout.places)
     if places and not new_split:
         _use_test_set(places, data.notes)
+        if layout.others:
+            data.notes.append(f"not read: {few(layout.others)}; name them in a config, or split all images anew with --new-split")
     else:
         places = _write_splits(listing, layout, output, new_split, data)
     data.register += [[f"{name}_{split}", *places[split]] for split in SPLITS if split in places]
