@@ -13,7 +13,7 @@ from cpvt_det.builders.trained import load_model
 from cpvt_det.cli import common_options
 from cpvt_det.cli.train import RUN_CONTEXT, tiles_options, tiles_overrides
 from cpvt_det.common.errors import BadInputError, counted
-from cpvt_det.data.listing import few, find_files
+from cpvt_det.data.listing import cannot_read, find_files
 from cpvt_det.data.validation.issues import POLICIES, Issues
 from cpvt_det.predict import ClassPredictor, Predictor
 from cpvt_det.predict.detect_files import check_files, predict_classes, predict_files, predict_film
@@ -98,11 +98,7 @@ def predict(
     if ignored:
         click.echo(f"left out: {counted(len(ignored), 'image')} in {output / 'pictures'}, where pictures are drawn", err=True)
     if unreadable:
-        click.echo(
-            f"left out: {counted(len(unreadable), 'image')} that cannot be read here; convert them to JPEG or PNG: "
-            f"{few(unreadable)}",
-            err=True,
-        )
+        click.echo(f"left out: {counted(len(unreadable), 'image')}{cannot_read(unreadable)}", err=True)
     trained = load_model(weights, device, config_file, (*overrides, *tiles_overrides(tiles, overlap)))
     classifies = is_classifier(trained.cfg)
     for option, value in ("--threshold", threshold), ("--tiles", tiles), ("--overlap", overlap):
@@ -137,6 +133,8 @@ def predict(
         f"{output}: {counted(found.images, kind)}, {counted(found.detections, 'detection')} with score >= {threshold:.3g}, "
         f"{speed:.1f} {kind}s/s{best}"
     )
+    if reader is not None and reader.expected and found.images < 0.9 * reader.expected:  # containers may give a rough number
+        click.echo(f"{source} may be incomplete: its header promises about {counted(reader.expected, 'frame')}", err=True)
     if found.best is not None and not found.detections:
         click.echo("No detection reaches the threshold, so the pictures have no boxes; --threshold sets a lower one", err=True)
 

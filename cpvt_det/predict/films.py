@@ -213,8 +213,7 @@ class Tracks:
             from trackers import ByteTrackTracker
         except ImportError as error:
             raise BadInputError("--track needs the package trackers: pip install 'cpvt-det[track]'") from error
-        scores = {"track_activation_threshold": threshold, "high_conf_det_threshold": threshold}
-        self._tracker = ByteTrackTracker(frame_rate=rate, **scores)
+        self._tracker = ByteTrackTracker(frame_rate=rate, track_activation_threshold=threshold, high_conf_det_threshold=threshold)
 
     def __call__(self, found: ImageDetections) -> list[int | None]:
         """The id of each detection of the next frame; ``None`` for a detection that belongs to no track, or not yet."""

@@ -208,6 +208,18 @@ def test_a_film_that_breaks_off_leaves_what_was_found(run, tmp_path, monkeypatch
     assert len(list(FilmReader(tmp_path / "out/film.mp4"))) == 5
 
 
+def test_a_film_that_is_shorter_than_its_header_promises_is_told(run, tmp_path):
+    """A decoder raises nothing where a Matroska file was cut off."""
+    film = write_film(tmp_path / "film.mkv", count=20)
+    words = ["predict", run.weights, "--output", tmp_path / "out", "--threshold", 0.5, "--every", 2, "--input"]
+    whole = call(*words, film)
+    assert whole.exit_code == 0 and "incomplete" not in whole.output, whole.output
+    film.write_bytes(film.read_bytes()[: film.stat().st_size // 2])
+    result = call(*words, film)
+    assert result.exit_code == 0 and len(lines(tmp_path / "out")) < 9, result.output
+    assert f"{film} may be incomplete: its header promises about 10 frames" in result.stderr
+
+
 class Decoded:
     """A stand-in for PyAV's container: frames, then what it raises."""
 

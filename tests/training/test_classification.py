@@ -235,6 +235,7 @@ def test_images_with_several_classes_are_refused(drawn_coco, tmp_path):
         ({"INPUT__CLASSIFY__MIXUP": -0.1}, r"Mixup and CutMix must be at least 0"),
         ({"INPUT__CLASSIFY__REPEATS": 0}, r"images must be repeated at least once, got 0"),
         ({"INPUT__CLASSIFY__TEST_SIZE": 0}, r"test size must be at least 1 pixel, got 0"),
+        ({"TEST__TILES__SIZE": 64}, r"TEST\.TILES is for detectors; a classifier classifies whole images"),
         ({"INPUT__CLASSIFY__CROP_RATIO": 1.5}, r"crop ratio must be from 0 \(no crop\) to 1, got 1.5"),
         ({"MODEL__CLASSIFIER__SMOOTHING": 1.0}, r"label smoothing must be from 0 to below 1, got 1.0"),
         ({"MODEL__CLASSIFIER__TEACHER_WEIGHTS": "x"}, r"TEACHER_WEIGHTS is 'x', but the teacher is not a timm network"),

@@ -64,6 +64,8 @@ class ClassificationTask(Task):
             raise ConfigError(
                 f"TASK is {self.cfg.TASK!r}, but MODEL.META_ARCHITECTURE {name!r} is not a classifier; set it to CPVTClassifier"
             )
+        if self.cfg.TEST.TILES.SIZE:
+            raise ConfigError("TEST.TILES is for detectors; a classifier classifies whole images")
         builders.build_class_mapper(self.cfg)
         return builders.load_checked(self.cfg, splits, builders.check_class_datasets)
 
