@@ -5,6 +5,7 @@ Nearly all boxes are plain: nothing needs to be reported about them, except perh
 recognises plain boxes, and only their numbers are stored. The full rules are applied only to the other boxes.
 """
 
+import math
 import struct
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -13,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from cpvt_det.data.formats.format import around_rotated
 from cpvt_det.data.records import BOX, IMAGE, Table
 from cpvt_det.data.validation.issues import Issues
 from cpvt_det.data.validation.rules import FAULT, LARGEST_AREA, LARGEST_ID, THIN, Id, annotation_fault, clip_box, image_fault
 
-KEYS = ("id", "image_id", "category_id", "bbox", "area", "iscrowd", "source", FAULT)
+KEYS = ("id", "image_id", "category_id", "bbox", "area", "iscrowd", "source", "attributes", FAULT)
 NUMBERS = frozenset((int, float))
 FACTOR = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio: an odd number with well-mixed bits
 ROW = np.dtype(
@@ -110,6 +112,7 @@ class Entries:
                 type(image_id) is type(category_id) is type(own) is type(crowd) is int
                 and type(box) is list
                 and "source" not in entry
+                and not _rotation(entry)
                 and {type(x), type(y), type(w), type(h), type(area)} <= NUMBERS
                 and (x >= 0 and y >= 0 and w >= 1 and h >= 1 and 0 <= area <= LARGEST_AREA)
                 and (0 <= crowd <= 1 and -LARGEST_ID <= own <= LARGEST_ID and -LARGEST_ID <= category_id <= LARGEST_ID)
@@ -225,7 +228,8 @@ class Entries:
         """Accept an annotation without faults, unless its box has no area or is outside the image."""
         image = self.index_of[entry["image_id"]]
         size = tuple(map(float, self.kept[image][2:]))
-        box, why = clip_box(entry["bbox"], size)
+        x, y, w, h = box = entry["bbox"]
+        box, why = clip_box(around_rotated(x + w / 2, y + h / 2, w, h, angle) if (angle := _rotation(entry)) else box, size)
         if why is not None:
             self.issues.add_info(why, f"{_where(entry, number)}: bbox {entry['bbox']}")
         if box is None:
@@ -238,6 +242,13 @@ class Entries:
         box_area = box[2] * box[3]
         area = box_area if area is None else float(area) if why is None else min(area, box_area)
         self._taken += PACKED.pack(number, image, entry["category_id"], int(crowd or 0), 0, *box, area)
+
+
+def _rotation(entry: dict) -> float:
+    """The angle, in radians, by which CVAT has turned the rectangle that it writes as ``bbox``; 0 in the JSONs of other tools."""
+    attributes = entry.get("attributes")
+    angle = attributes.get("rotation") if type(attributes) is dict else 0.0
+    return math.radians(angle) if type(angle) in NUMBERS and math.isfinite(angle) else 0.0
 
 
 def _labels(category_ids: np.ndarray, label_of: dict[Id, int]) -> tuple[np.ndarray, np.ndarray]:

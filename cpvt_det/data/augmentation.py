@@ -77,8 +77,7 @@ def clip_to_visible(boxes: Tensor, size: tuple[int, int], min_visible: float) ->
     clipped = boxes.clamp(min=0).minimum(boxes.new_tensor([width, height, width, height]))
     sides = clipped[:, 2:] - clipped[:, :2]
     is_whole = (clipped == boxes).all(1)
-    areas = (boxes[:, 2:] - boxes[:, :2]).prod(1)
-    is_enough = (sides.prod(1) >= min_visible * areas) & (sides >= MIN_SIDE).all(1)
+    is_enough = (sides.prod(1) >= min_visible * (boxes[:, 2:] - boxes[:, :2]).prod(1)) & (sides >= MIN_SIDE).all(1)
     return clipped, (sides > 0).all(1) & (is_whole | is_enough)
 
 

@@ -203,9 +203,7 @@ def _to_rgb(image: Image.Image) -> "Tensor":
 
 def _turn(pixels: "Tensor", orientation: int) -> "Tensor":
     """Turn (3, H, W) pixels; for orientations 5 to 8 they become (3, W, H)."""
-    if orientation == 1:
-        return pixels
-    return (pixels.mT if orientation >= 5 else pixels).flip(FLIPS[orientation])
+    return pixels if orientation == 1 else (pixels.mT if orientation >= 5 else pixels).flip(FLIPS[orientation])
 
 
 def _set_up_decoders() -> None:

@@ -19,8 +19,7 @@ IMAGES |= {".arw", ".cr2", ".cr3", ".dng", ".heic", ".heif", ".hif", ".jxl", ".n
 NOT_THE_USERS = frozenset(("__MACOSX", "@eaDir", "#recycle", "$RECYCLE.BIN", "System Volume Information", "lost+found"))
 """Folders that operating systems add, with copies and thumbnails of the user's files."""
 SPLITS = ("train", "val", "test")
-SPLIT_NAMES = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
-SPLIT_NAMES |= {"testing": "test"}
+SPLIT_NAMES = {name: name for name in SPLITS} | {"training": "train", "valid": "val", "validation": "val", "testing": "test"}
 """Words in the names of files and folders -> splits."""
 
 
@@ -132,15 +131,13 @@ class Listing:
             with_name: whether to look at the file's own name first.
         """
         parts = self.parts_of(path)
-        words = map(split_named, reversed(parts if with_name else parts[:-1]))
-        return next((word for word in words if word), "")
+        return next((word for word in map(split_named, reversed(parts if with_name else parts[:-1])) if word), "")
 
 
 @cache
 def split_named(name: str) -> str:
     """The split that a name contains as a word: ``instances_train2017.json`` -> ``train``, ``obj_valid_data`` -> ``val``."""
-    words = re.split(r"[^a-z]+", name.lower())
-    return next((SPLIT_NAMES[word] for word in words if word in SPLIT_NAMES), "")
+    return next((SPLIT_NAMES[word] for word in re.split(r"[^a-z]+", name.lower()) if word in SPLIT_NAMES), "")
 
 
 def few(paths: Iterable[object]) -> str:

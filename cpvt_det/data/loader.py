@@ -96,8 +96,7 @@ class MappedDataset(Dataset):
         images = [self.records[index].file_name for pid, index in self.at_work.tolist() if pid in workers and index >= 0]
         if not images:
             return "between two images"
-        mixed = " or an image that is mixed with it" if self.mapper.mixes else ""
-        return f"while reading {', '.join(images)}{mixed}"
+        return f"while reading {', '.join(images)}" + " or an image that is mixed with it" * bool(self.mapper.mixes)
 
     def _sample(self, epoch: int, index: int) -> Sample:
         start, closing_mapper = self.closing
@@ -353,8 +352,7 @@ def evaluation_loader(
 ) -> SampleLoader:
     """A loader that reads every record once, divided among all processes; ``batch_size`` counts the images of this process."""
     draws = [(0, index) for index in range(rank, len(dataset), world_size)]
-    batches = [draws[start : start + batch_size] for start in range(0, len(draws), batch_size)]
-    return SampleLoader(dataset, batches, num_workers)
+    return SampleLoader(dataset, [draws[start : start + batch_size] for start in range(0, len(draws), batch_size)], num_workers)
 
 
 def _begin_worker(worker: int) -> None:

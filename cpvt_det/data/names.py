@@ -106,9 +106,10 @@ class Names:
                 path = self._files[self._nearest(candidates, list(map(form, folders)), f"{written!r} in {source}", source, form)]
                 if path.parts[-len(parts) :] == tuple(parts):
                     self._bases[source] = str(path.parents[len(parts) - 1])
-                is_other = path.suffix.lower() in IMAGES and last not in (path.name, path.stem)
-                differs = differs or "with another suffix" * is_other
-                elsewhere = "in another folder" * bool(folders and form(folders[-1]) != form(path.parent.name))
+                differs = differs or "with another suffix" * (path.suffix.lower() in IMAGES and last not in (path.name, path.stem))
+                own, split = self.listing.parts_of(path)[:-1], self.listing.split_of(source, with_name=True)
+                is_else = any(form(one) != form(other) for one, other in zip(folders[::-1], own[::-1], strict=False))
+                elsewhere = "in another folder" * (is_else or bool(split and self.listing.split_of(path) not in ("", split)))
                 if differs or elsewhere:
                     self._found[differs or elsewhere][f"{source}: {written} is {path}"] = None
                 return path

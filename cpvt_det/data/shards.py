@@ -94,8 +94,7 @@ class _Part(io.FileIO):
         return super().seek(self._start + max(0, base + offset)) - self._start
 
     def readinto(self, buffer) -> int:
-        left = max(0, self._size - self.tell())
-        return super().readinto(memoryview(buffer)[:left])
+        return super().readinto(memoryview(buffer)[: max(0, self._size - self.tell())])
 
     def readall(self) -> bytes:
         return super().read(max(0, self._size - self.tell()))  # at once, not in small pieces

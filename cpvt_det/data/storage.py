@@ -49,8 +49,7 @@ def fetch(url: str, start: int | None = None, end: int | None = None) -> bytes:
     except Exception as error:  # the errors of file systems have no common base class
         status = getattr(error, "status", None)  # of HTTP
         is_refused = isinstance(error, PermissionError) or (type(status) is int and 400 <= status < 500 and status not in MAY_PASS)
-        kind = DataError if is_refused else UnreachableError
-        raise kind(f"{type(error).__name__}: {first_line(error)}") from error
+        raise (DataError if is_refused else UnreachableError)(f"{type(error).__name__}: {first_line(error)}") from error
 
 
 class Patience:

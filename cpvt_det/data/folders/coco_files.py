@@ -50,7 +50,7 @@ def _image(image: dict[str, Any], number: int, path: Path, names: Names) -> dict
     """The entry of an image, without id."""
     url = image.get("coco_url")  # LVIS has no file_name
     written = image.get("file_name") or (url.rpartition("/")[2] if isinstance(url, str) else image.get("file_name"))
-    entry = {side: image[side] for side in ("height", "width") if side in image}
+    entry = {side: _whole(image[side]) for side in ("height", "width") if side in image}
     if isinstance(written, str):
         return entry | names.entry(written, path)
     why = f"{path}: images[{number}] (id {image.get('id')!r}) has file_name {written!r}"
@@ -76,7 +76,7 @@ def _add_categories(ids: dict[str, int], categories: Sequence[dict[str, Any]], p
 
 def _annotation(annotation: dict[str, Any], number: int, path: Path, ids: dict[str, dict[str, int]]) -> dict[str, Any]:
     """The entry of an annotation, without id, with the new ids of images and categories."""
-    entry = {key: annotation[key] for key in ("bbox", "area", "iscrowd") if key in annotation}
+    entry = {key: annotation[key] for key in ("bbox", "area", "iscrowd", "attributes") if key in annotation}
     entry["source"] = f"{path}: annotations[{number}] (id {annotation.get('id')!r}, image {annotation.get('image_id')!r})"
     for key, section in (("image_id", "images"), ("category_id", "categories")):
         value = annotation.get(key)

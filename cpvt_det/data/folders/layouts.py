@@ -17,10 +17,10 @@ from cpvt_det.common.errors import DataError, UnknownNameError
 from cpvt_det.data.catalog import DatasetFiles
 from cpvt_det.data.coco import read_coco
 from cpvt_det.data.folders.coco_files import read_coco_files
-from cpvt_det.data.formats.format import FORMAT_REGISTRY, Sections, make_sections
+from cpvt_det.data.formats.format import FORMAT_REGISTRY, Sections, find_format, make_sections
 from cpvt_det.data.formats.xml_files import is_voc_file, read_cvat_files, skipped_shapes
 from cpvt_det.data.formats.yolo import YoloFile, label_files, read_label_files
-from cpvt_det.data.listing import Listing, few, split_named
+from cpvt_det.data.listing import SPLIT_NAMES, Listing, few, split_named
 from cpvt_det.data.names import Names
 from cpvt_det.data.text import ends_of, read_xml
 
@@ -126,7 +126,7 @@ def _registered(name: str, path: Path) -> Layout:
     return Layout(
         name,
         what,
-        places if _can_be_named(of_split) else {},
+        places if _can_be_named(of_split) and find_format(path) is data_format else {},
         lambda: _read_together([(split, data_format.read(path, one)) for one, split in splits.items()]),
         others=[one for one in others if one.lower() not in PREFERRED],
     )
@@ -195,18 +195,20 @@ def _without_end(path: Path, end: str) -> Path | None:
 
 
 def _yolo(listing: Listing) -> Layout | None:
-    keys = re.compile(r"""(?:^|[\r\n{,])\s*["']?(names|train)["']?\s*:""")
+    keys = re.compile(r"""(?:^|[\r\n]|[{,]\s*)["']?(names|train)["']?\s*:""")
     yamls = [path for path in listing.with_suffix(".yaml", ".yml") if len(set(keys.findall(ends_of(path, HEAD)))) > 1]
     yamls = [path for path in yamls if path.stem in ("data", "dataset")] or yamls
     if len(yamls) > 1:
         raise DataError(f"several YAML files look like YOLO's: {few(yamls)}; keep one, or name the data sets in a config")
     if yamls:
-        splits = YoloFile(yamls[0]).missing
+        splits = (described := YoloFile(yamls[0])).missing
         missing = [why for why in splits.values() if why]
         if splits.get("train") or len(missing) == len(splits):
             raise DataError(missing[0] if missing else f"{yamls[0]} names no images: expected train: and val:")
         layout = _registered("yolo", yamls[0])
-        return replace(layout, notes=[*layout.notes, *(f"not read: {line}" for line in missing)])
+        places = [place for split, why in splits.items() if not why for place in described.places(split)]
+        notes = [f"read from outside of {listing.root}: {place}" for place in places if not listing.parts_of(place / "image")]
+        return replace(layout, notes=[*notes, *(f"not read: {line}" for line in missing)])
     labels = label_files(listing)
     lists = [path for path in sorted(set(listing.with_suffix(".txt")) - set(labels)) if split_named(path.stem)]
     notes = [f"not read: {path}; to use such lists as splits, name them in a data.yaml with train: and val:" for path in lists]
@@ -222,11 +224,13 @@ def _voc(listing: Listing) -> Layout | None:
     if len(roots) > 1:
         raise DataError(f"several Pascal VOC folders: {few(roots)}; give one of them instead of {listing.root}")
     layout = _registered("voc", roots[0] if roots and files[0].is_relative_to(roots[0]) else listing.root)
-    return layout if roots else replace(layout, what=_several(files))
+    others = [path for path in listing.with_suffix(".txt") if path.parent not in lists and path.stem.lower() in SPLIT_NAMES]
+    notes = [f"not read: {few(others)}; to use such lists as splits, put them into ImageSets/Main"] if others else []
+    return replace(layout, what=layout.what if roots else _several(files), notes=notes)
 
 
 def _cvat(listing: Listing) -> Layout | None:
-    files = [path for path in listing.with_suffix(".xml") if _contains(path, "<annotations")]
+    files = [path for path in listing.with_suffix(".xml") if "<annotations" in ends_of(path, HEAD)]
     if not files:
         return None
     trees = {path: read_xml(path) for path in files}

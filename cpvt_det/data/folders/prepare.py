@@ -191,8 +191,7 @@ def divide(content: Sections, root: Path, seed: int, notes: list[str]) -> dict[s
         if can_be_used and not annotation.get("iscrowd"):
             classes[annotation["image_id"]].add(str(annotation["category_id"]))
     of_group = [set().union(*(classes[image_id] for image_id in group)) for group in groups]
-    chosen = _choose(of_group, [len(group) for group in groups], target)
-    val = {image_id for number in chosen for image_id in groups[number]}
+    val = {image_id for number in _choose(of_group, list(map(len, groups)), target) for image_id in groups[number]}
     return {"train": images.keys() - val, "val": val}
 
 
@@ -248,13 +247,14 @@ def _part(content: Sections, image_ids: set[int], folder: Path) -> Sections:
 
 
 def refuse_overlap(train: CocoDataset, val: CocoDataset) -> None:
-    """Refuse a split in which an image, or a copy of it, is in both parts.
+    """Refuse a split in which an image, or a copy of it, is in both parts. Copies without objects, such as black images, may be.
 
     Raises:
         DataError: images are both in training and in validation.
     """
     paths = [{os.path.realpath(record.file_name): record.file_name for record in dataset.records} for dataset in (train, val)]
-    both = [(path, path) for path in paths[0].keys() & paths[1].keys()] or _copies(*(list(named.values()) for named in paths))
+    both = [(path, path) for path in paths[0].keys() & paths[1].keys()]
+    both = both or _copies(*([record.file_name for record in split.records if len(record.labels)] for split in (train, val)))
     if both:
         first, second = min(both)
         copy = f"{first}, which is {second}" if first != second else first

@@ -25,7 +25,7 @@ from cpvt_det.data.formats.format import (
     make_sections,
     register_format,
 )
-from cpvt_det.data.listing import Listing, files_below
+from cpvt_det.data.listing import Listing, files_below, split_named
 from cpvt_det.data.names import Names
 from cpvt_det.data.text import composed, ends_of, read_lines, read_xml
 from cpvt_det.data.validation.rules import FAULT
@@ -175,9 +175,7 @@ def _number(word: str | None) -> float | None:
         value = float(word or "")
     except ValueError:
         return None
-    if not math.isfinite(value):
-        return None
-    return int(value) if value.is_integer() else value
+    return None if not math.isfinite(value) else int(value) if value.is_integer() else value
 
 
 def read_cvat_files(listing: Listing, trees: Mapping[Path, ET.Element]) -> Sections:
@@ -199,7 +197,9 @@ def read_cvat_files(listing: Listing, trees: Mapping[Path, ET.Element]) -> Secti
             raise DataError(f'{path} describes a video ("CVAT for video"): export the task as "CVAT for images" or as COCO')
         labels |= {composed(label.text.strip()): None for label in tree.iterfind("meta//label/name") if label.text}
         for image in tree.iterfind("image"):
-            images.append(names.entry(image.get("name", ""), path))
+            written = "/".join(filter(None, (image.get("subset"), image.get("name", ""))))  # a project's images are in such folders
+            sides = {side: _number(image.get(side)) for side in ("height", "width")}
+            images.append({**names.entry(written, path), **sides, "split": split_named(image.get("subset", ""))})
             for number, shape in enumerate((shape for tag in SHAPES for shape in image.iterfind(tag)), start=1):
                 name = composed(shape.get("label", "").strip())
                 found = _cvat_box(shape) if name else {FAULT: ["shapes without a label", f"<{shape.tag}> has no label"]}

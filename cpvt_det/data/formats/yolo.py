@@ -62,8 +62,9 @@ class YoloFile:
             why = f"{getattr(error, 'problem', '') or first_line(error)}{where}"
             raise DataError(f"{self.path} is not YAML: {why}") from error
         if not isinstance(content, dict):
-            kind = "list" if isinstance(content, list) else "single value"
-            raise DataError(f"{self.path} is not a YOLO data set: expected keys train, val and names, got a {kind}")
+            raise DataError(
+                f"{self.path} is not a YOLO data set: expected keys train, val and names, got a {type(content).__name__}"
+            )
         self.content = {key: None if value in ("", "~", "null") else value for key, value in content.items()}
         root = self.path.parent / str(self.content.get("path") or "").replace("\\", "/")
         # `path:` may refer to the machine on which the file was written
@@ -198,8 +199,7 @@ def read_label_files(listing: Listing) -> Sections:
             f"{files[0]} and {files[other]} list different class names, or the same in a different order; keep the correct one"
         )
     classes = dict(enumerate(contents[0])) if contents and contents[0] else None
-    images = [{"file_name": str(path)} for path in listing.images]
-    return _sections(images, Names(listing.images, listing), "", None, classes)
+    return _sections([{"file_name": str(path)} for path in listing.images], Names(listing.images, listing), "", None, classes)
 
 
 def _texts(listing: Listing) -> list[Path]:

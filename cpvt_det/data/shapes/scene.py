@@ -183,9 +183,8 @@ def plan_scene(spec: ShapesSpec, rng: np.random.Generator) -> Scene:
             break
         start, end = shape.box[:2], shape.box[2:]
         neighbours = [other.colour for other in shapes if (other.box[:2] < end).all() and (other.box[2:] > start).all()]
-        middle = (start + end) / 2 / (width, height)
         # A random colour with enough contrast to these; if none of 30 has enough, the best of them.
-        avoid = np.stack([backdrop.colour_at(*middle), *neighbours])
+        avoid = np.stack([backdrop.colour_at(*((start + end) / 2 / (width, height))), *neighbours])
         colours = rng.uniform(0, 255, (30, 3))
         # (30, 1, 3) - (n, 3) -> (30, n), weighted by the eye's sensitivity
         distances = np.sqrt((((colours[:, None] - avoid) ** 2) * (0.7, 1.6, 0.7)).sum(-1))
@@ -262,8 +261,7 @@ def _clip_path(path: np.ndarray, width: int, height: int) -> np.ndarray:
         depth = sign * (path[:, axis] - border)
         following, depth_following = np.roll(path, -1, axis=0), np.roll(depth, -1)
         crosses = depth * depth_following < 0
-        share = depth / np.where(crosses, depth - depth_following, 1)
-        crossings = path + share[:, None] * (following - path)
+        crossings = path + (depth / np.where(crosses, depth - depth_following, 1))[:, None] * (following - path)
         crossings[crosses, axis] = border
         # Each edge yields its crossing of the border, then its end: (V, 2, 2) -> (2 V, 2), without points outside.
         keep = np.stack([crosses, depth_following >= 0], axis=1).reshape(-1)

@@ -223,7 +223,6 @@ def _leave_out_several(dataset: ClassDataset) -> None:
         for index in np.flatnonzero(np.bincount(classes, minlength=len(block)) != 1).tolist():
             record = block[index]
             names = [dataset.classes.names[label] for label in np.unique(record.labels)]
-            where = f"image {record.image_id} ({record.file_name}): {', '.join(names) or 'none'}"
-            dataset.issues.add_fault(SEVERAL, where)
+            dataset.issues.add_fault(SEVERAL, f"image {record.image_id} ({record.file_name}): {', '.join(names) or 'none'}")
             several.append(record.image_id)
     dataset.leave_out(several)

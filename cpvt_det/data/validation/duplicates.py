@@ -53,8 +53,7 @@ def group_near_duplicates(paths: Sequence[str]) -> list[int]:
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
 
-    thumbnails = _thumbnails(paths)
-    groups = np.arange(len(paths))
+    thumbnails, groups = _thumbnails(paths), np.arange(len(paths))
     for start in range(0, len(paths), CHUNK):
         rows, columns = np.nonzero(thumbnails[start : start + CHUNK] @ thumbnails[start:].T >= ALIKE)
         links = groups[rows + start], groups[columns + start]

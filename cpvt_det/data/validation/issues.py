@@ -109,7 +109,7 @@ class Issues:
         lines = [f"{self.source}:"] if self.source and any(parts) else []
         for heading, group in (item for groups in parts for item in groups.items()):
             lines += [f"  {heading}: {group.count}", *(f"    {example}" for example in group.examples)]
-            lines += [f"    and {group.count - len(group.examples)} more"] if group.count > len(group.examples) else []
+            lines += [f"    and {group.count - len(group.examples)} more"] if group.count > len(group.examples) > 0 else []
         return lines
 
 

@@ -109,9 +109,8 @@ def clip_box(box: list[float], size: Size) -> tuple[list[float] | None, str | No
     if x >= 0 and y >= 0 and x + w <= width and y + h <= height:
         return (None, WITHOUT_AREA) if _vanishes(x, y, x + w, y + h) else (box, None)
     x0, y0, x1, y1 = max(x, 0.0), max(y, 0.0), min(x + w, width), min(y + h, height)
-    if x1 <= x0 or y1 <= y0 or _vanishes(x0, y0, x1, y1):
-        return None, OUTSIDE
-    return [x0, y0, x1 - x0, y1 - y0], CLIPPED
+    is_outside = x1 <= x0 or y1 <= y0 or _vanishes(x0, y0, x1, y1)
+    return (None, OUTSIDE) if is_outside else ([x0, y0, x1 - x0, y1 - y0], CLIPPED)
 
 
 def is_number(value: Any) -> bool:
