@@ -296,12 +296,11 @@ def _sort_heads(state_dict: dict[str, Tensor], refined: bool, complete: bool) ->
     first = heads.get(0, {})
     for index in range(layers if complete else 0):
         heads[index] = {**first, **heads[index]}
+    is_shared = all(
+        one.keys() == first.keys() and all(torch.equal(one[key], first[key]) for key in first) for one in heads.values()
+    )
     if "queries.enc_output.weight" in others:
         others |= {f"queries.{name.format('')}": tensor for name, tensor in heads.pop(layers, {}).items()}
-    elif not refined and all(_same(head, first) for head in heads.values()):
+    elif not refined and is_shared:
         heads = {0: first}
     return others | {name.format(f"{index}."): tensor for index, head in heads.items() for name, tensor in head.items()}
-
-
-def _same(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
-    return first.keys() == second.keys() and all(torch.equal(tensor, second[name]) for name, tensor in first.items())

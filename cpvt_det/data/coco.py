@@ -183,7 +183,7 @@ def _read(files: DatasetFiles, examples: float) -> Table:
                 issues.add_info(heading, str(place))
     good = _read_categories(found.categories, issues)
     table = found.table({category["id"]: label for label, category in enumerate(good)})
-    if crowds := np.count_nonzero(table.boxes["crowd"]) if files.is_coco else 0:
+    if crowds := int(table.boxes["crowd"].sum()) if files.is_coco else 0:
         issues.count_info("annotations with iscrowd 1, neither learned nor counted in evaluation", crowds)
     # All boxes as fractions of the image's sides are a frequent mistake; a single such box may just be tiny.
     is_known = np.maximum(table.images["height"], table.images["width"]) > 1  # an image that cannot be read counts as 1 x 1
