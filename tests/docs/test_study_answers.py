@@ -87,14 +87,36 @@ def test_the_page_on_photographs_says_what_its_records_say():
     text = " ".join(page.split())
     for phrase in (
         f"PEG differs from sines by {peg} AP in D-FINE (three seeds, AP {np.mean(runs['sine_grid'], 0)[0]:.1f})",
-        f"and {peg_in_dino} in DINO (AP {np.mean(in_dino):.1f})",
-        f"Smaller differences than {found[0][1]:.1f} and {found[-1][1]:.1f} AP remain undecided",
+        f"by {peg_in_dino} in DINO (AP {np.mean(in_dino):.1f})",
         f"encodings lose {lost[0]:.1f} to {lost[-1]:.1f} AP at twice the size",
         f"PEG {kept_peg}, rotary positions {kept_rope}.",
         f"Sines lead none by {sines.removeprefix('+')} AP",
         f"it is {spread:.1f}, so that only {found[0][1]:.1f} AP can be seen",
     ):
         assert phrase in text, phrase
+    in_cells = {
+        name: fitted(study, {"group": "cells", "variant": name, "baseline": "sine_grid"}, 4)
+        for name in ("none", "sine_scrambled", "peg", "peg_ffn")
+    }
+    said = {name: f"`{name}`{' has' * (name == 'none')} {mean:+.1f} ± {half:.1f}" for name, (mean, half) in in_cells.items()}
+    said["peg_ffn"] = said["peg_ffn"].replace("` ", "`, a convolution in the feed-forward network, ")
+    (half,) = {f"{half:.1f}" for _, half in in_cells.values()}
+    ap = {
+        (path.parents[1].name, path.parent.name, path.stem): json.loads(path.read_text())["AP"]
+        for path in (study / "results").glob("cells*/*/*.json")
+    }
+    sines_in_cells = np.mean([ap["cells", "sine_grid", str(seed)] for seed in range(3)])
+    lower = ap["cells", "sine_grid", "0"] - ap["cells_rates", "sine_grid low", "0"]
+    higher = ap["cells_rates", "peg high", "0"] - ap["cells", "peg", "0"]
+    for phrase in (
+        f"Less `sine_grid` (AP {sines_in_cells:.1f}), {said['none']} AP, {said['sine_scrambled']},",
+        f"{said['peg']}, and {said['peg_ffn']}; the four intervals",
+        f"by {in_cells['peg'][0]:+.1f} ± {half} on [blood cells]",
+        f"Smaller differences than {found[0][1]:.1f}, {found[-1][1]:.1f} and {half} AP remain undecided",
+        f"In one seed, sines lose {lower:.1f} AP at that rate, and PEG gains {higher:.1f} at the sines'",
+    ):
+        assert phrase in text, phrase
+    assert [name for name, (mean, half) in in_cells.items() if abs(mean) > half] == ["peg", "peg_ffn"]
     others = [fitted(study, {**asked[0], "baseline": name}, len(questions)) for name in runs if name != "sine_grid"]
     assert all(abs(mean) < half for mean, half in others)  # none of the seven is known to differ
     assert len(runs) == 8 and {len(values) for values in runs.values()} == {3} and abs(alone[0]) < alone[1]
