@@ -86,11 +86,11 @@ def test_the_page_on_photographs_says_what_its_records_say():
     spread = found[0][1] / stats.t.ppf(1 - 0.025 / len(questions), 14) * math.sqrt(3 / 2)
     text = " ".join(page.split())
     for phrase in (
-        f"PEG differs from sines by {peg} AP in D-FINE (three seeds, AP {np.mean(runs['sine_grid'], 0)[0]:.1f})",
-        f"by {peg_in_dino} in DINO (AP {np.mean(in_dino):.1f})",
+        f"PEG differs from sines by {peg_in_dino} AP in DINO (AP {np.mean(in_dino):.1f}) and, at half the sines' learning rate",
+        f"in D-FINE, by {peg} (AP {np.mean(runs['sine_grid'], 0)[0]:.1f}) and by ",
         f"encodings lose {lost[0]:.1f} to {lost[-1]:.1f} AP at twice the size",
-        f"PEG {kept_peg}, rotary positions {kept_rope}.",
-        f"Sines lead none by {sines.removeprefix('+')} AP",
+        f"PEG keeps {kept_peg} AP more than sines, and rotary positions {kept_rope}.",
+        f"sines lead `none` by {sines.removeprefix('+')}, ",
         f"it is {spread:.1f}, so that only {found[0][1]:.1f} AP can be seen",
     ):
         assert phrase in text, phrase
@@ -112,7 +112,8 @@ def test_the_page_on_photographs_says_what_its_records_say():
         f"Less `sine_grid` (AP {sines_in_cells:.1f}), {said['none']} AP, {said['sine_scrambled']},",
         f"{said['peg']}, and {said['peg_ffn']}; the four intervals",
         f"by {in_cells['peg'][0]:+.1f} ± {half} on [blood cells]",
-        f"Smaller differences than {found[0][1]:.1f}, {found[-1][1]:.1f} and {half} AP remain undecided",
+        f"Smaller differences than {found[-1][1]:.1f}, {found[0][1]:.1f} and {half} AP remain undecided",
+        f", {-in_cells['none'][0]:.1f} ± {half} (blood cells) and {found[-2][0]:.1f} ± {found[-2][1]:.1f} AP (DINO)",
         f"In one seed, sines lose {lower:.1f} AP at that rate, and PEG gains {higher:.1f} at the sines'",
     ):
         assert phrase in text, phrase
