@@ -134,7 +134,7 @@ def predict(
         f"{speed:.1f} {kind}s/s{best}"
     )
     if reader is not None and reader.expected and found.images < 0.9 * reader.expected:  # containers may give a rough number
-        click.echo(f"{source} may be incomplete: its header promises about {counted(reader.expected, 'frame')}", err=True)
+        click.echo(f"{source} may be incomplete: by its header, about {counted(reader.expected, 'frame')} were expected", err=True)
     if found.best is not None and not found.detections:
         click.echo("No detection reaches the threshold, so the pictures have no boxes; --threshold sets a lower one", err=True)
 

@@ -229,7 +229,10 @@ class Entries:
         image = self.index_of[entry["image_id"]]
         size = tuple(map(float, self.kept[image][2:]))
         x, y, w, h = box = entry["bbox"]
-        box, why = clip_box(around_rotated(x + w / 2, y + h / 2, w, h, angle) if (angle := _rotation(entry)) else box, size)
+        if angle := _rotation(entry):
+            box = around_rotated(x + w / 2, y + h / 2, w, h, angle)
+            self.issues.add_info("rectangles with attributes.rotation, replaced by the boxes around them", _where(entry, number))
+        box, why = clip_box(box, size)
         if why is not None:
             self.issues.add_info(why, f"{_where(entry, number)}: bbox {entry['bbox']}")
         if box is None:
@@ -245,10 +248,10 @@ class Entries:
 
 
 def _rotation(entry: dict) -> float:
-    """The angle, in radians, by which CVAT has turned the rectangle that it writes as ``bbox``; 0 in the JSONs of other tools."""
+    """The angle, in radians, by which a rectangle is turned whose ``bbox`` is that before the turn, as CVAT writes it; else 0."""
     attributes = entry.get("attributes")
     angle = attributes.get("rotation") if type(attributes) is dict else 0.0
-    return math.radians(angle) if type(angle) in NUMBERS and math.isfinite(angle) else 0.0
+    return math.radians(angle) if type(angle) in NUMBERS and -360 < angle < 360 else 0.0
 
 
 def _labels(category_ids: np.ndarray, label_of: dict[Id, int]) -> tuple[np.ndarray, np.ndarray]:
@@ -258,8 +261,7 @@ def _labels(category_ids: np.ndarray, label_of: dict[Id, int]) -> tuple[np.ndarr
     ids = np.array(sorted(label_of), dtype=np.int64)
     place = np.searchsorted(ids, category_ids).clip(max=len(ids) - 1)
     known = ids[place] == category_ids
-    labels = np.array([label_of[one] for one in ids.tolist()], dtype=np.int32)
-    return known, np.where(known, labels[place], 0).astype(np.int32)
+    return known, np.where(known, np.array([label_of[one] for one in ids.tolist()], dtype=np.int32)[place], 0).astype(np.int32)
 
 
 def _where(entry: Any, number: int) -> str:

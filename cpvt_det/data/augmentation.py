@@ -162,9 +162,8 @@ def _fault(found: Any) -> str:
             f"the labels are {labels.dtype} of shape {tuple(labels.shape)} and not int64 of shape ({len(boxes)},), one for each box"
         )
     corners = boxes.as_subclass(Tensor)
-    if not (corners[:, :2] <= corners[:, 2:]).all():  # false for NaN too
-        return "a box is not [x0, y0, x1, y1] with x0 <= x1 and y0 <= y1"
-    return ""
+    is_right = (corners[:, :2] <= corners[:, 2:]).all()  # false for NaN too
+    return "" if is_right else "a box is not [x0, y0, x1, y1] with x0 <= x1 and y0 <= y1"
 
 
 def _from_torchvision(name: str) -> Callable[..., v2.Transform]:

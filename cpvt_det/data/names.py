@@ -108,7 +108,8 @@ class Names:
                     self._bases[source] = str(path.parents[len(parts) - 1])
                 differs = differs or "with another suffix" * (path.suffix.lower() in IMAGES and last not in (path.name, path.stem))
                 own, split = self.listing.parts_of(path)[:-1], self.listing.split_of(source, with_name=True)
-                is_else = any(form(one) != form(other) for one, other in zip(folders[::-1], own[::-1], strict=False))
+                compared = folders[-1:] if re.match(r"/|\w:/", name) else folders  # not the folders of another machine
+                is_else = any(form(one) != form(other) for one, other in zip(compared[::-1], own[::-1], strict=False))
                 elsewhere = "in another folder" * (is_else or bool(split and self.listing.split_of(path) not in ("", split)))
                 if differs or elsewhere:
                     self._found[differs or elsewhere][f"{source}: {written} is {path}"] = None

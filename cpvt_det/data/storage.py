@@ -85,8 +85,7 @@ class Patience:
             try:
                 value = read()
             except DataError as error:
-                is_missing = isinstance(error, MissingFileError) and not even_if_missing
-                if is_missing or not isinstance(error, UnreachableError):
+                if not isinstance(error, UnreachableError) or (isinstance(error, MissingFileError) and not even_if_missing):
                     self._answered = True
                     raise
                 if self._end == math.inf:

@@ -102,6 +102,9 @@ def test_rectangles_that_cvat_turned_become_the_upright_boxes_around_them(own_sp
     width, height = 10 * cosine + 30 * sine, 30 * cosine + 10 * sine
     assert found["e"][0][1:] == pytest.approx((25 - width / 2, 20 - height / 2, width, height), abs=2e-3)
     assert found["a"] == BOXES["a"]
+    _, datasets = read(tmp_path / "mine", tmp_path / "out")
+    said = " ".join(dataset.describe() for dataset in datasets)
+    assert "rectangles with attributes.rotation, replaced by the boxes around them: " in said
 
 
 def test_crowds_of_coco_are_told(tmp_path):
@@ -128,15 +131,33 @@ def test_an_image_found_in_a_folder_that_contradicts_the_annotations_is_told(wri
     assert any(note.startswith("names found in another folder: 1, such as") and there in note for note in found.notes)
 
 
+def test_paths_of_another_machine_and_voc_s_other_lists_are_no_news(tmp_path):
+    both(tmp_path / "mine", "sub/images/{name}.png", lambda split, name: ())
+    write(tmp_path / "mine/all.json", coco(TRAIN + VAL, prefix="C:/Users/me/images/"))
+    found, _ = read(tmp_path / "mine", tmp_path / "out")
+    assert not any("another folder" in note for note in found.notes)
+    both(tmp_path / "voc", "JPEGImages/{name}.png", lambda split, name: [(f"Annotations/{name}.xml", voc(name))])
+    for kind in ("Main", "Layout"):
+        for split, names in (("train", TRAIN), ("val", VAL), ("trainval", [])):
+            write(tmp_path / f"voc/ImageSets/{kind}/{split}.txt", "\n".join(names))
+    found, _ = read(tmp_path / "voc", tmp_path / "out")
+    assert not any("not read" in note for note in found.notes)
+    _, datasets = read(tmp_path / "voc", tmp_path / "out", new_split=True)
+    assert boxes_of(datasets) == BOXES
+
+
 def test_equal_images_without_objects_may_be_in_both_splits_but_no_others(tmp_path):
     both(tmp_path / "mine", "{split}/{name}.png", lambda split, name: [(f"{split}/{name}.txt", yolo(name))])
     write(tmp_path / "mine/data.yaml", "train: train\nval: val\nnames: [cat, dog]\n")
     for split in ("train", "val"):
         Image.new("RGB", SIZE[::-1]).save(tmp_path / f"mine/{split}/black_{split}.png")
     assert [len(dataset.records) for dataset in read_folder(tmp_path / "mine")] == [len(TRAIN) + 1, len(VAL) + 1]
-    shutil.copy(tmp_path / "mine/train/a.png", tmp_path / "mine/val/e.png")
-    with pytest.raises(DataError, match="in both training and validation: 1 image, such as"):
-        read_folder(tmp_path / "mine")
+    for name in "ed":  # copied with its label file, and without it
+        copy = tmp_path / f"mine/val/{name}.png"
+        shutil.copy(tmp_path / "mine/train/a.png", copy)
+        with pytest.raises(DataError, match="in both training and validation: 1 image, such as"):
+            read_folder(tmp_path / "mine")
+        copy.unlink()
 
 
 def test_sizes_of_images_may_be_text_and_other_yaml_files_are_no_data_sets(tmp_path):

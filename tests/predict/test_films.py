@@ -217,7 +217,7 @@ def test_a_film_that_is_shorter_than_its_header_promises_is_told(run, tmp_path):
     film.write_bytes(film.read_bytes()[: film.stat().st_size // 2])
     result = call(*words, film)
     assert result.exit_code == 0 and len(lines(tmp_path / "out")) < 9, result.output
-    assert f"{film} may be incomplete: its header promises about 10 frames" in result.stderr
+    assert f"{film} may be incomplete: by its header, about 10 frames were expected" in result.stderr
 
 
 class Decoded:

@@ -87,7 +87,7 @@ def _annotation(annotation: dict[str, Any], number: int, path: Path, ids: dict[s
 
 
 def _whole(value: Any) -> Any:
-    """Convert an id to an integer: "1", for example, or 1.0, which pandas writes and pycocotools treats as 1."""
+    """Convert an id or a size to an integer: "1", for example, or 1.0, which pandas writes and pycocotools treats as 1."""
     is_whole = value.isdecimal() if isinstance(value, str) else isinstance(value, float) and value.is_integer()
     return int(value) if is_whole else value
 

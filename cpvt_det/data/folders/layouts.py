@@ -118,7 +118,7 @@ def _registered(name: str, path: Path) -> Layout:
     others = of_split.pop("", []) if of_split.keys() - {""} else []
     for own in of_split.values():
         if own[0].lower() in PREFERRED:  # train alone, as trainval has the same images
-            others += own[1:]
+            others += [one for one in own[1:] if one.lower() not in PREFERRED]
             del own[1:]
     what = f"{path}, splits {', '.join(names)}" if names else str(path)
     places = {split: (str(path), own[0]) for split, own in of_split.items() if split}
@@ -128,7 +128,7 @@ def _registered(name: str, path: Path) -> Layout:
         what,
         places if _can_be_named(of_split) and find_format(path) is data_format else {},
         lambda: _read_together([(split, data_format.read(path, one)) for one, split in splits.items()]),
-        others=[one for one in others if one.lower() not in PREFERRED],
+        others=others,
     )
 
 
@@ -151,8 +151,7 @@ def _read_together(contents: Sequence[tuple[str, Sections]]) -> Sections:
                 images[image["file_name"]] = image | {"id": len(images) + 1, "split": split or image.get("split", "")}
         for annotation in content["annotations"]:
             if annotation["image_id"] in new_ids:
-                ids = {"id": len(annotations) + 1, "image_id": new_ids[annotation["image_id"]]}
-                annotations.append(annotation | ids)
+                annotations.append(annotation | {"id": len(annotations) + 1, "image_id": new_ids[annotation["image_id"]]})
     together = make_sections(images.values(), annotations, {}, *(content.get("notes", {}) for _, content in contents))
     return together | {"categories": contents[0][1]["categories"]}
 
@@ -224,7 +223,7 @@ def _voc(listing: Listing) -> Layout | None:
     if len(roots) > 1:
         raise DataError(f"several Pascal VOC folders: {few(roots)}; give one of them instead of {listing.root}")
     layout = _registered("voc", roots[0] if roots and files[0].is_relative_to(roots[0]) else listing.root)
-    others = [path for path in listing.with_suffix(".txt") if path.parent not in lists and path.stem.lower() in SPLIT_NAMES]
+    others = [path for path in listing.with_suffix(".txt") if not lists and path.stem.lower() in SPLIT_NAMES]
     notes = [f"not read: {few(others)}; to use such lists as splits, put them into ImageSets/Main"] if others else []
     return replace(layout, what=layout.what if roots else _several(files), notes=notes)
 

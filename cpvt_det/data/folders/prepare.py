@@ -120,7 +120,7 @@ def _write_splits(listing: Listing, layout: Layout, output: Path, new_split: boo
         found[image.get("split") or listing.split_of(Path(image["file_name"]))].append(image["id"])
     if not new_split and "train" in found and ("val" in found or "test" in found):
         left_out = len(found.pop("", ()))
-        notes += [f"left out, because their folder names no split: {counted(left_out, 'image')}"] if left_out else []
+        notes += [f"left out, because neither file nor folder names a split: {counted(left_out, 'image')}"] if left_out else []
         _use_test_set(found, notes)
         parts: dict[str, Collection[int]] = {split: found[split] for split in SPLITS if split in found}
         how = "by the names of files and folders"
@@ -254,7 +254,8 @@ def refuse_overlap(train: CocoDataset, val: CocoDataset) -> None:
     """
     paths = [{os.path.realpath(record.file_name): record.file_name for record in dataset.records} for dataset in (train, val)]
     both = [(path, path) for path in paths[0].keys() & paths[1].keys()]
-    both = both or _copies(*([record.file_name for record in split.records if len(record.labels)] for split in (train, val)))
+    labelled = {record.file_name for split in (train, val) for record in split.records if len(record.labels)}
+    both = both or [pair for pair in _copies(*(list(named.values()) for named in paths)) if labelled.intersection(pair)]
     if both:
         first, second = min(both)
         copy = f"{first}, which is {second}" if first != second else first

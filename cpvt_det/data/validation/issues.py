@@ -64,7 +64,7 @@ class Issues:
         self._add(self.infos, heading, where)
 
     def count_info(self, heading: str, number: int) -> None:
-        """Add to the count of a kind of issue that already has its examples."""
+        """Add to the count of a kind of issue that already has its examples, or has none."""
         self.infos.setdefault(heading, Group()).count += number
 
     def _add(self, groups: Groups, heading: str, where: str) -> None:

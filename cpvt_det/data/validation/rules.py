@@ -50,8 +50,7 @@ def image_fault(image: Any) -> Fault | None:
     where = f"image {image['id']}"
     if not isinstance(image["file_name"], str):
         return "file names that are not text", f"{where} has file_name {image['file_name']!r}"
-    sides = image["height"], image["width"]
-    if not all(is_number(side) and side % 1 == 0 and 1 <= side <= LARGEST_SIDE for side in sides):
+    if not all(is_number(side) and side % 1 == 0 and 1 <= side <= LARGEST_SIDE for side in (image["height"], image["width"])):
         return "images of an impossible size", f"{where} ({image['file_name']}) has size {image['height']!r} x {image['width']!r}"
     return None
 
