@@ -87,13 +87,19 @@ def test_boxes_outside_or_without_area_are_left_out_and_others_clipped_in_both(d
     truth = [a for a in coco_dict(dataset)["annotations"] if a["image_id"] == 30]
     assert [(a["bbox"], a["area"], a["iscrowd"]) for a in truth] == [([80, 0, 10, 16], 160, 0)]
     assert not any(0 in a["bbox"][2:] for a in coco_dict(dataset)["annotations"])
-    assert dataset.issues.counts() == {WITHOUT_AREA: 1, CLIPPED: 1, OUTSIDE: 1}
+    assert dataset.issues.counts() == {
+        WITHOUT_AREA: 1,
+        CLIPPED: 1,
+        OUTSIDE: 1,
+        "annotations with iscrowd 1, neither learned nor counted in evaluation": 1,
+    }
 
 
 def test_faults_are_told_in_one_line(drawn_coco):
     assert load_coco(drawn_coco.files).describe() == (
-        "drawn: 5 images, 1 of them without objects, 5 boxes, 3 classes; boxes outside the image, left out: 1; "
-        "boxes partly outside the image, clipped: 1; boxes without area, left out: 1"
+        "drawn: 5 images, 1 of them without objects, 5 boxes, 3 classes; annotations with iscrowd 1, neither learned nor "
+        "counted in evaluation: 1; boxes outside the image, left out: 1; boxes partly outside the image, clipped: 1; "
+        "boxes without area, left out: 1"
     )
 
 

@@ -296,7 +296,7 @@ CASES = [
         annotation(bbox=[60, 5, 20, 12]),
         f"boxes outside the image, left out: ...{HERE}",
         0,
-        guard=rule("if x1 <= x0 or y1 <= y0 or _vanishes(x0, y0, x1, y1):"),
+        guard=rule("is_outside = x1 <= x0 or y1 <= y0 or _vanishes(x0, y0, x1, y1)", "is_outside = False"),
         then=boxes(),
     ),
     DataCase(
@@ -304,7 +304,7 @@ CASES = [
         annotation(bbox=[50, -5, 20, 12]),
         "boxes partly outside the image, clipped: 1",
         0,
-        guard=rule("return [x0, y0, x1 - x0, y1 - y0], CLIPPED", "return box, CLIPPED"),
+        guard=rule("([x0, y0, x1 - x0, y1 - y0], CLIPPED)", "(box, CLIPPED)"),
         then=boxes([50, 0, 10, 7]),
     ),
     DataCase(
@@ -523,7 +523,7 @@ CASES = [
         "image of height 0",
         entry("images", height=0),
         "images[0]: image 1 (1.png) has size 0 x 60",
-        guard=rule("if not all(is_number(side) and side % 1 == 0 and 1 <= side <= LARGEST_SIDE for side in sides):"),
+        guard=rule("is_number(side) and side % 1 == 0 and 1 <= side <= LARGEST_SIDE", "True"),
     ),
     DataCase(
         "several faults at once",

@@ -813,7 +813,7 @@ QUIRKS = [
         "boxes that are not numbers: ...<xmin> in <bndbox> is 'nan', not a number",
         2,
         ("objects",),
-        voc("if not math.isfinite(value):", "if False:"),
+        voc("None if not math.isfinite(value) else", ""),
     ),
     Quirk(
         "VOC: a size of 0",
@@ -827,7 +827,7 @@ QUIRKS = [
         VOC,
         put(size="<size><width>96.0</width><height>72.0</height></size>"),
         touches=("size",),
-        guard=voc("return int(value) if value.is_integer() else value", "return str(value)"),
+        guard=voc("int(value) if value.is_integer() else value", "str(value)"),
     ),
     Quirk(
         "VOC: image names without suffix in the XML",

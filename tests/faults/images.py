@@ -201,7 +201,7 @@ REPORTED = check(  # an image that cannot be read is passed over
 ENDS = check("if decode or not header.is_whole:", "if decode:")
 DECODED = check("if decode or not header.is_whole:", "if not header.is_whole:")
 SIZES = check("if (header.width, header.height) == said:", "if True:")
-TURNS = decoder("    if orientation == 1:", "    if True:")
+TURNS = decoder("pixels if orientation == 1 else", "pixels if True else")
 CONVERTED = decoder('to_eight_bits(image).convert("RGB")', 'Image.new("RGB", image.size)')  # all pixels zeroed
 BEHIND = decoder("if kind == PNG and _has_text_behind_pixels(file):", "if False:")
 PLACES = decoder("Image.Image.getexif(image).get(", "Image.Exif().get(")  # no place is looked at
